@@ -42,7 +42,7 @@ from mirror_nb.replica.whole import whole
 from mirror_nb.tensors.batch_norms_of_shares import BatchNormsOfShares
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer.compiled import OutsideOfCompiled, tracing
-from mirror_nb.transfer.told import note_step, parameters_of
+from mirror_nb.transfer.told import Groups, note_step, parameters_of
 
 _Change = Replaced | RemovableHandle | GlobalMetrics | BatchNormsOfShares
 _INITIAL = (
@@ -78,8 +78,8 @@ class Scope:
         self._depth = 0
         self._changes: list[_Change] = []
         self._watch: RemovableHandle | None = None
-        self._trained: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
-        # The ids of what optimizers have, as far as it is tracked.
+        self._groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, Groups] = weakref.WeakKeyDictionary()
+        # What optimizers have, as far as it is tracked.
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         # On the CPU still, since their modules were under construction.
         self._waiting: list[Tensor] = []
@@ -149,7 +149,7 @@ class Scope:
         """Track what an optimizer that arrived has: tensors that no module has are trained all the same."""
         for group in optimizer.param_groups:
             self._track_all(group, optimizer)
-        self._trained[optimizer] = list(map(id, parameters_of(optimizer)))
+        self._groups[optimizer] = Groups(optimizer)
 
     def keys(self, packed: Iterable[Any]) -> Keys:
         """Return by what the replicas know what these networks and optimizers train, for `take_keys`."""
@@ -329,12 +329,11 @@ class Scope:
 
     def _optimized(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
         self._track_all(optimizer.param_groups[-1], optimizer)
-        self._trained[optimizer] = list(map(id, parameters_of(optimizer)))
+        self._groups[optimizer] = Groups(optimizer)
 
     def _look_for_others(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
-        trained = None if tracing() else self._trained.get(optimizer)
-        # Twice a step, 30 µs for 200 of them.
-        if trained is not None and trained != list(map(id, parameters_of(optimizer))):
+        groups = None if tracing() else self._groups.get(optimizer)
+        if groups is not None and not groups.are(optimizer):
             self.adopt_optimizer(optimizer)
 
     def _optimizer_restored(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
