@@ -174,24 +174,25 @@ class Standing:
 
         Libraries set other variables, for the process that they are in.
         """
-        before, now, variables = self._now, _standing(), self._variables.since()
-        if now == before and not variables:
+        now, variables = _standing(), self._variables.since()
+        if now == self._now and not variables:
             return None
-        known, set_now = (
-            {os.fsdecode(name): os.fsdecode(value) for name, value in held.items()} for held in (before[1], now[1])
+        told = changes(
+            _surroundings(*self._now, {}), _surroundings(*now, {"variables": variables} if variables else {})
         )
-        environment = {name: set_now.get(name) for name in known | set_now if known.get(name) != set_now.get(name)}
-        return Changes(
-            now[0] if now[0] != before[0] else "",
-            (),
-            {n: value for n, value in environment.items() if n in source and not _OF_REPLICAS.fullmatch(n)},
-            {name: value for name, value in now[2].items() if value != before[2][name]},
-            {"variables": variables} if variables else {},
-        )
+        named = {} if told is None else {name: v for name, v in told.environment.items() if name in source}
+        return None if told is None else replace(told, environment=named)
 
 
 def _standing() -> tuple[str, dict[Any, Any], dict[str, Any]]:
     return _folder(), dict(_environment()), {name: _read(name) for name in _FUNCTIONS}
+
+
+def _surroundings(
+    folder: str, environment: dict[Any, Any], settings: dict[str, Any], others: dict[str, Any]
+) -> Surroundings:
+    decoded = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    return Surroundings(folder, (), decoded, settings, others)
 
 
 def settle(changes: Changes) -> None:
