@@ -201,7 +201,7 @@ def _content(obj: Any, stays: _Stays) -> Any:
     if isinstance(obj, torch.Tensor):
         return None if is_lazy(obj) or obj.is_inference() else obj._version
     if isinstance(obj, np.ndarray):
-        return list(obj.flat)[:_LENGTH] if obj.dtype.hasobject else digest(obj)
+        return list(itertools.islice(obj.flat, _LENGTH)) if obj.dtype.hasobject else digest(obj)
     if is_table(obj):
         return table_digest(obj) if obj.size <= _CELLS else obj.shape
     if isinstance(obj, itertools.count):
