@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from mirror_nb.environment import module_variables, surroundings
-from mirror_nb.environment.module_variables import Signs, changed, take
+from mirror_nb.environment.module_variables import Signs, changed, put, take
 from mirror_nb.noticing.insides import inside
 
 NAME = "mirror_nb_config"
@@ -125,9 +125,10 @@ def test_what_a_process_has_set_for_itself_stays_until_another_one_sets_it_anew(
     assert config.LR == 0.2
 
 
-def test_what_cannot_be_set_is_told(config):
-    with pytest.warns(UserWarning, match=rf"could not set `{NAME}\.gone\.lr`: AttributeError"):
-        take({NAME: {("gone", "lr"): 0.1, ("LR",): 0.2}})
+@pytest.mark.parametrize(("set_there", "who"), [(take, "a replica"), (put, "the notebook")])
+def test_what_cannot_be_set_is_told(config, set_there, who):
+    with pytest.warns(UserWarning, match=rf"{who} could not set `{NAME}\.gone\.lr`: AttributeError"):
+        set_there({NAME: {("gone", "lr"): 0.1, ("LR",): 0.2}})
     assert config.LR == 0.2
 
 

@@ -3,13 +3,13 @@
 Not collecting garbage meanwhile saves an eighth of a second of the one that it takes, and objects that are frozen
 then are not walked by the replicas' collectors, so that their pages stay shared.
 
-The first replicas do not wait for what only training needs, above all torch._dynamo, which the first optimizer step of
-a process imports and which takes as long as torch itself. The forkserver loads that LATER_SECONDS after it forked the
-first, or began, between two forks (in a thread, a fork would copy half an import). From then on replicas begin with
-it: those of the first cell, where the user needed a while to write it, and one that takes a dead one's place in `fit`.
-The first ones do, too, where the controller has it already, by an optimizer of its own (`pool.local` asks for it):
-each would load it for its first step, at the same time. Who dies in these seconds is noticed all the same, and
-replaced after them.
+The first replicas do not wait for what only training and widgets need, above all torch._dynamo, which the first
+optimizer step of a process imports and which takes as long as torch itself. The forkserver loads that LATER_SECONDS
+after it forked the first, or began, between two forks (in a thread, a fork would copy half an import). From then on
+replicas begin with it: those of the first cell, where the user needed a while to write it, and one that takes a dead
+one's place in `fit`. The first ones do, too, where the controller has it already, by an optimizer of its own
+(`pool.local` asks for it): each would load it for its first step, at the same time. Who dies in these seconds is
+noticed all the same, and replaced after them.
 """
 
 from __future__ import annotations
