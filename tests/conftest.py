@@ -27,6 +27,7 @@ from driving import eventually
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+import mirror_nb as mnb
 from mirror_nb.devices import Device
 from mirror_nb.pool import local, nanny
 from mirror_nb.pool.local import LocalPool, stop_forkserver
@@ -243,6 +244,13 @@ def replicas(nothing_is_left: None, forkserver: None) -> Iterator[Callable[[int]
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[mnb.MirroredStrategy]:
+    """A strategy with two CPU replicas; each file has its own."""
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
 
 
 @pytest.fixture(scope="module")

@@ -160,3 +160,15 @@ def in_scope(r: Replica, recipe: Callable[[Replica], Any], **options: Any) -> An
 
 def small_buckets(r: Replica, recipe: Callable[[Replica], Any]) -> Any:
     return in_scope(r, recipe, bytes_per_bucket=128, first_bucket_bytes=32)
+
+
+def check_as_plain(crews: dict[int, Crew], recipe: Callable[[Replica], list[Tensor]]) -> None:
+    """Check that each replica ends on the weights that plain PyTorch gives on whole batches, all on the same."""
+    expected = recipe(Replica(0, 1, plain=True))
+    torch.testing.assert_close(in_scope(Replica(0, 1), recipe), expected, rtol=0, atol=0)
+    for n, crew in crews.items():
+        # Small buckets, so that there are some.
+        results = crew.run(in_scope, recipe) if n == 2 else crew.run(small_buckets, recipe)
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result, results[0], rtol=0, atol=0)

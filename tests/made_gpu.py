@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from mirror_nb.collectives.base import CrossDeviceOps
+from mirror_nb.collectives.handles import Handle
+
 
 class MadeGpu:
     """A GPU that does all that it is given at once, at a time of the test's making; its events as exact as CUDA's.
@@ -71,3 +74,41 @@ class OnMadeGpu(torch.Tensor):
     @property
     def device(self) -> torch.device:
         return torch.device("cuda:0")
+
+
+class Later(Handle):
+    """A collective that a GPU has yet to finish."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return before it is over, as on a GPU."""
+
+    def done(self) -> bool:
+        return self.over
+
+    def times(self) -> tuple[int, int]:
+        return 5, 8
+
+    @property
+    def ends_after_wait(self) -> bool:
+        return True
+
+
+class Slow(CrossDeviceOps):
+    """An op whose collectives end later."""
+
+    def __init__(self) -> None:
+        self.handles: list[Later] = []
+
+    def start(self, op, flat):
+        self.handles.append(Later())
+        return self.handles[-1]
+
+    def unfit_for(self, devices):
+        return None
+
+    def finish(self) -> None:
+        for handle in self.handles:
+            handle.over = True

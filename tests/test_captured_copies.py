@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -24,13 +24,6 @@ from trained import Net, X, Y, replica_id, step_of, trained
 import mirror_nb as mnb
 from mirror_nb.environment import surroundings
 from mirror_nb.values import same
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
-
 
 CAPTURED = {
     "an operator": lambda p: p + 1,

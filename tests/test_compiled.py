@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from driving import running
 from torch import nn
 from trained import Net, X, Y
 
-import mirror_nb as mnb
 from mirror_nb.errors import TransferError
 from mirror_nb.messages import travels
 from mirror_nb.strategies.functions import Functions
@@ -136,12 +134,6 @@ def test_a_torch_that_does_not_tell_how_is_named(monkeypatch):
 )
 def test_names_that_a_compiler_binds_do_not_travel(name, users):
     assert travels(name) is users
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def graphs() -> int:

@@ -15,12 +15,6 @@ X = torch.randn(32, 4)
 Y = X.sum(1, keepdim=True)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
-
-
 @pytest.fixture
 def elsewhere() -> Iterator[None]:
     torch.set_default_device("meta")

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from crew import Crew, Replica, batches, in_scope, network, small_buckets, values
+from crew import Crew, Replica, batches, check_as_plain, in_scope, network, small_buckets, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -423,14 +423,7 @@ RECIPES = [
 def test_training_gives_the_weights_of_plain_pytorch_on_the_whole_batch(
     crews: dict[int, Crew], recipe: Callable[[Replica], list[Tensor]]
 ) -> None:
-    expected = recipe(Replica(0, 1, plain=True))
-    torch.testing.assert_close(in_scope(Replica(0, 1), recipe), expected, rtol=0, atol=0)
-    for n, crew in crews.items():
-        # Small buckets, so that there are some.
-        results = crew.run(in_scope, recipe) if n == 2 else crew.run(small_buckets, recipe)
-        for result in results:
-            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    check_as_plain(crews, recipe)
 
 
 def a_layer_in_two_checkpoints(r: Replica) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -210,12 +210,6 @@ handle = odd.register_forward_hook(print)
 """)
     assert run("%%mirrored\nhandle.remove()\n1") == 1
     run("del bare, odd, handle")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def same(strategy: mnb.MirroredStrategy, value: object) -> Any:

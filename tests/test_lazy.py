@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,12 +16,6 @@ from mirror_nb.mirroring.lazy import kind_of
 
 X = torch.arange(88.0).reshape(22, 4).sin()
 Y = X.sum(1, keepdim=True)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def lazy_net() -> nn.Module:

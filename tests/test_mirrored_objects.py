@@ -10,7 +10,7 @@ import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,6 @@ from trained import Net, X, Y, adam_step, assert_equal_states, states, step_of, 
 
 import mirror_nb as mnb
 from mirror_nb.strategies.states import States
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def test_what_is_mirrored_and_a_function_returns_is_what_it_is_here(two):

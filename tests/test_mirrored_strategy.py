@@ -12,7 +12,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,12 +27,6 @@ from mirror_nb.errors import ReplicaDied
 from mirror_nb.messages import Stream
 from mirror_nb.strategies.listener import Listener
 from mirror_nb.values import PerReplica, same
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def test_what_is_made_after_a_scope_is_left_is_not_mirrored_though_one_inside_it_was_never_left(two):

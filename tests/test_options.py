@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from driving import run_cell
-from made_gpu import MadeGpu, OnMadeGpu
+from made_gpu import Later, MadeGpu, OnMadeGpu, Slow
 
 import mirror_nb as mnb
 from mirror_nb.collectives import hierarchical_copy, options, symmetric_memory, topology
@@ -340,40 +340,6 @@ def test_numa_nodes_with_processors_are_counted(tmp_path: Path):
 
 
 # Timings of what a GPU does later
-
-
-class Later(Handle):
-    """A collective that a GPU has yet to finish."""
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Return before it is over, as on a GPU."""
-
-    def done(self) -> bool:
-        return self.over
-
-    def times(self) -> tuple[int, int]:
-        return 5, 8
-
-    @property
-    def ends_after_wait(self) -> bool:
-        return True
-
-
-class Slow(CrossDeviceOps):
-    """An op whose collectives end later."""
-
-    def __init__(self) -> None:
-        self.handles: list[Later] = []
-
-    def start(self, op, flat):
-        self.handles.append(Later())
-        return self.handles[-1]
-
-    def unfit_for(self, devices):
-        return None
 
 
 def test_a_timing_is_recorded_when_the_device_has_ended_and_in_order():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
 import os
 import select
 import signal
@@ -30,12 +29,6 @@ def two(replicas: Callable[[int], LocalPool]) -> LocalPool:
 
 def kill(pool: LocalPool, replica_id: int) -> None:
     os.kill(pool.status()[replica_id].pid, signal.SIGKILL)
-
-
-def forkserver() -> int:
-    pid = multiprocessing.forkserver._forkserver._forkserver_pid
-    assert pid is not None
-    return int(pid)
 
 
 THE_REST = """
@@ -104,7 +97,7 @@ for source in {sources!r}:
 
 
 def test_a_replica_that_is_started_later_begins_with_what_training_needs(two):
-    os.kill(forkserver(), signal.SIGALRM)
+    os.kill(local._forkserver_pid(), signal.SIGALRM)
     kill(two, 1)
     eventually(two.dead, "the death is seen")
     two.mend()
@@ -168,7 +161,7 @@ def test_a_cell_may_use_the_alarm_signal(two):
 def test_a_death_is_noticed_while_the_forkserver_loads(two):
     """Their parent is busy for two seconds then; here it is stopped, and tells nothing before the end of this."""
     end = os.pidfd_open(two.status()[0].pid)
-    os.kill(forkserver(), signal.SIGSTOP)
+    os.kill(local._forkserver_pid(), signal.SIGSTOP)
     try:
         kill(two, 0)
         select.select([end], [], [], DEADLINE)
@@ -176,7 +169,7 @@ def test_a_death_is_noticed_while_the_forkserver_loads(two):
         assert [(death.replica_id, death.exit_code) for death in two.dead()] == [(0, -signal.SIGKILL)]
     finally:
         os.close(end)
-        os.kill(forkserver(), signal.SIGCONT)
+        os.kill(local._forkserver_pid(), signal.SIGCONT)
     two.mend()
     assert run_cell(two, "total = strategy.reduce('sum', 1.0)").report.clean
 

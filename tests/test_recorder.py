@@ -7,51 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_gpu import Slow
 
-from mirror_nb.collectives.base import CrossDeviceOps, Member
-from mirror_nb.collectives.handles import Handle
+from mirror_nb.collectives.base import Member
 from mirror_nb.errors import UsageError
 from mirror_nb.steps.recorder import Recorder
 from mirror_nb.telemetry.ring import Reader, Ring, Writer
 from mirror_nb.telemetry.samples import Kind, decode
-
-
-class Later(Handle):
-    """A collective that a GPU has yet to finish."""
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Return before it is over, as on a GPU."""
-
-    def done(self) -> bool:
-        return self.over
-
-    def times(self) -> tuple[int, int]:
-        return 5, 8
-
-    @property
-    def ends_after_wait(self) -> bool:
-        return True
-
-
-class Slow(CrossDeviceOps):
-    """An op whose collectives end later."""
-
-    def __init__(self) -> None:
-        self.handles: list[Later] = []
-
-    def start(self, op, flat):
-        self.handles.append(Later())
-        return self.handles[-1]
-
-    def unfit_for(self, devices):
-        return None
-
-    def finish(self) -> None:
-        for handle in self.handles:
-            handle.over = True
 
 
 @pytest.fixture

@@ -32,12 +32,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     np.random.set_state(states[2])
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
-
-
 def test_each_seeding_is_told_with_its_seed_and_a_number_of_its_own():
     torch.manual_seed(seed=3)
     random.seed(4)

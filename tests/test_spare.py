@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -27,12 +26,6 @@ SUM = "n = int(strategy.reduce('sum', 1.0))"
 @pytest.fixture
 def two(replicas: Callable[[int], LocalPool]) -> LocalPool:
     return replicas(2)
-
-
-def forkserver() -> int:
-    pid = multiprocessing.forkserver._forkserver._forkserver_pid
-    assert pid is not None
-    return int(pid)
 
 
 def kill(pool: LocalPool, replica_id: int) -> None:
@@ -124,7 +117,7 @@ def test_a_spare_that_cannot_be_started_hinders_no_request(two, monkeypatch):
 def test_none_is_started_while_the_forkserver_loads(two, monkeypatch):
     eventually(local._forkserver_rests, "the forkserver has loaded all")
     two._end_spare()
-    comm = f"/proc/{forkserver()}/comm"
+    comm = f"/proc/{local._forkserver_pid()}/comm"
     with open(comm, encoding="ascii") as file:
         assert file.read() == f"{local.RESTS}\n"
     monkeypatch.setattr(local, "RESTS", "it says another")

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
-from crew import SIZES, Crew, Replica, in_scope, small_buckets, values
+from crew import SIZES, Crew, Replica, check_as_plain, values
 from torch import Tensor, nn
 
 import mirror_nb as mnb
@@ -226,13 +226,7 @@ RECIPES = [
 def test_training_gives_the_weights_of_plain_pytorch_on_the_whole_batch(
     crews: dict[int, Crew], recipe: Callable[[Replica], list[Tensor]]
 ) -> None:
-    expected = recipe(Replica(0, 1, plain=True))
-    torch.testing.assert_close(in_scope(Replica(0, 1), recipe), expected, rtol=0, atol=0)
-    for n, crew in crews.items():
-        results = crew.run(in_scope, recipe) if n == 2 else crew.run(small_buckets, recipe)
-        for result in results:
-            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    check_as_plain(crews, recipe)
 
 
 def test_the_gradient_stays_sparse_and_has_the_rows_of_all_replicas(crews: dict[int, Crew]) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -23,12 +23,6 @@ from trained import Net, X, adam_step, assert_equal_states, states, step_of, tra
 
 import mirror_nb as mnb
 from mirror_nb.pool.local import stop_forkserver
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def test_a_part_outlives_its_module_and_becomes_one_of_another(two):

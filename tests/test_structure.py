@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ import mirror_nb as mnb
 from mirror_nb.mirroring.grafting import graft
 
 X = torch.arange(32.0).reshape(8, 4).sin()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def used(strategy: mnb.MirroredStrategy, make: Callable[[], nn.Module]) -> Any:

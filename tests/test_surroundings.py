@@ -45,12 +45,6 @@ def own() -> Iterator[None]:
     assert current() == before
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
-
-
 def test_a_process_that_has_set_nothing_tells_nothing(own):
     torch.set_default_dtype(torch.float32)
     assert changes(current(), current()) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,12 +42,6 @@ def plain(made: Any, examples: int = 30) -> Any:
     """What one device computes of the first examples."""
     made.update(OUTPUTS[:examples], TARGETS[:examples])
     return made.compute()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def count(strategy: mnb.MirroredStrategy, metric: Any, examples: int = 30) -> None:

@@ -34,12 +34,6 @@ X = torch.arange(50 * 4, dtype=torch.float32).reshape(50, 4).sin()
 Y = (X.sum(1) > 0).long()
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
-
-
 @pytest.fixture(scope="module", params=["one device", "two replicas"])
 def place(request: pytest.FixtureRequest, two: mnb.MirroredStrategy) -> Any:
     return two if request.param == "two replicas" else mnb.OneDeviceStrategy("cpu:0")

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -326,12 +325,6 @@ def test_a_script_with_classes_and_functions_of_its_own(run_twice):
 
 
 # --------------------------------------------------------------------------- command
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 def tell(strategy: mnb.Strategy, count: int) -> int:

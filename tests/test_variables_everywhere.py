@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from driving import run_cell
 
-import mirror_nb as mnb
 from mirror_nb.pool.local import LocalPool
 
 CASES = '''
@@ -547,12 +546,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path.write_text(CASES)
     exec(compile(CASES, str(path), "exec"), names)
     return names
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[mnb.MirroredStrategy]:
-    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield strategy
 
 
 @pytest.mark.parametrize("case", EXPECTED)
