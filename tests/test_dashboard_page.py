@@ -42,7 +42,7 @@ def trained(replicas: int, steps: int = 60, **known) -> Frame:
 
 
 def tree(frame: Frame) -> ET.Element:
-    return ET.fromstring(page.body(frame))
+    return ET.fromstring(page.Page().body(frame))
 
 
 def text(frame: Frame) -> str:
@@ -89,7 +89,7 @@ def test_the_header_gives_the_key_numbers():
     assert f"{shot.curves['loss'].last:.2f} loss" in said
     assert "60 / 200 steps" in said
     assert f"{words.left(shot.seconds_left)} left" in said
-    assert 'style="width:30.0%"' in page.body(frame)
+    assert 'style="width:30.0%"' in page.Page().body(frame)
 
 
 def test_what_was_not_measured_is_left_out():
@@ -122,7 +122,7 @@ def test_all_reduces_give_their_times_and_bandwidth():
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_a_frame_is_small_and_has_no_numbers_that_are_none(replicas):
-    body = page.body(trained(replicas, steps=300))
+    body = page.Page().body(trained(replicas, steps=300))
     assert len(body.encode()) < 40_000
     assert "nan" not in body
     assert "inf" not in body.replace("info", "")
@@ -202,7 +202,7 @@ def test_a_picture_of_one_cell_counts_its_own_steps():
         frame = shown(rings, since=rings.timeline.forgotten)
     assert frame.since == 128
     assert "64 / 128 steps192 in all" in text(frame)
-    assert 'style="width:50.0%"' in page.body(frame)
+    assert 'style="width:50.0%"' in page.Page().body(frame)
     # Nothing is left free for the steps of other cells.
     assert frame.snapshot.steps[0] == frame.snapshot.late_steps[0] == 129
 

@@ -154,7 +154,7 @@ def test_each_frame_draws_one_half_and_two_show_all_that_was_written_meanwhile(r
     for i in range(2):
         dashboard.tick(100.0 + i)
         seen.append(dashboard._view._page.value)
-    whole = page.body(dashboard.frame())
+    whole = page.Page().body(dashboard.frame())
     panels = [text[text.index('<div class="grid') :] for text in (*seen, whole)]
     # The second also marks the lines of whom a finding of it names.
     assert len(set(panels)) == 2

@@ -281,7 +281,6 @@ class _Measurement:
     """One replica's part: its share of the batch, its copy of the model."""
 
     def __init__(self, strategy: Strategy, task: _Task) -> None:
-        self._strategy = strategy
         self._place: Place = strategy._place
         self._before = self._place.communication
         self._task = task

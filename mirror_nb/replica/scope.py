@@ -236,7 +236,8 @@ class Scope:
         # Copies and unpickled modules register nothing.
         yield Replaced(nn.Module, "__setstate__", after=self._restored)
         # Neither do conversions that put new parameters in the place of old ones: of what was on the meta device.
-        yield Replaced(nn.Module, "_apply", after=self._converted)
+        # Those are not moved: where they lie is what the caller has asked for.
+        yield Replaced(nn.Module, "_apply", after=self._track)
         # Tensors that no module registered are trained all the same when an optimizer holds them.
         yield Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized)
         # What is put into a group that is there takes neither way: larger parameters, with more points, say.
@@ -323,10 +324,6 @@ class Scope:
             if tensor is not None:
                 self._move_later(tensor)
 
-    def _converted(self, module: nn.Module, *_: object, **__: object) -> None:
-        # Not moved: where they lie now is what the caller has asked for.
-        self._track(module)
-
     def _optimized(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
         self._track_all(optimizer.param_groups[-1], optimizer)
         self._groups[optimizer] = Groups(optimizer)
@@ -349,7 +346,7 @@ class Scope:
     def _hooked(self, tensor: Tensor, *_: object, **__: object) -> None:
         self._gradients.hooked(tensor)
 
-    def _track(self, module: nn.Module) -> None:
+    def _track(self, module: nn.Module, *_: object, **__: object) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and not is_sharded(parameter):
                 self._gradients.track(parameter, f"{kind_of(module)}.{name}", module)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from mirror_nb.telemetry.samples import BLOCKING, Kind, Samples
 
 Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
 PARTS = ("data", "forward", "backward", "exposed", "optimizer")
 # Of a step: `exposed` is the time of collectives beside which nothing was computed.
 SPANS = {Kind.DATA: "data", Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.OPTIMIZER: "optimizer"}

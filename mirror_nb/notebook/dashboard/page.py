@@ -151,8 +151,3 @@ class Page:
             f'<div class="mnb" role="img" aria-live="off" aria-label="{label}">{panels.header(frame)}'
             f'<div class="grid{" alone" if alone else ""}">{drawn}</div></div>'
         )
-
-
-def body(frame: Frame) -> str:
-    """Return the page as HTML without its style."""
-    return Page().body(frame)
