@@ -190,7 +190,7 @@ def parts_below(networks: Iterable[nn.Module]) -> set[int]:
 
 
 def averaged_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the running statistics that replicas average when they are read from outside (DESIGN decision 7)."""
+    """Return the running statistics that replicas average when they are read from outside."""
     kept = {}
     for prefix, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._NormBase):

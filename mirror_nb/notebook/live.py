@@ -1,7 +1,7 @@
 """One dashboard and the replicas that it shows: live while they work, a picture when the cell has ended.
 
     whoever waits for replicas ─ tick, ended ─▶ LiveDashboard ─▶ Dashboard
-    the buttons ─ Stop, Pause ─▶ LiveDashboard ─▶ pool.steer
+    the buttons ─ Stop, Pause, Compare ─▶ LiveDashboard ─▶ pool.steer
 
 Between two cells a notebook shows the picture, so that it is what is saved; the next cell that trains makes it live
 again in the same place. Knows pools and dashboards; knows not how anything is drawn.

@@ -1,7 +1,7 @@
 """The public strategy: tf.distribute's names, checks of what callers give, and the step to the place that works.
 
-A strategy is the same object with the same methods wherever its code stands (DESIGN, "one strategy, three
-places"); only its place differs. Every `experimental_x` of tf.distribute is also there as `x`.
+A strategy is the same object with the same methods wherever its code stands; only its place differs. Every
+`experimental_x` of tf.distribute is also there as `x`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ Each replica draws the global batches by itself and keeps its share: a PyDataset
 of them. Generators, which cannot travel, run in the controller.
 
 Single-device equality: global batches are Keras's own, cut by the strategy's rule, and shares weigh in by their
-examples (DESIGN, decisions 4 to 6); BatchNormalization's statistics are averaged at the end of an epoch (7); dropout
-differs by replica (8).
+examples; BatchNormalization's statistics are averaged at the end of an epoch; dropout differs by replica.
 """
 
 from __future__ import annotations

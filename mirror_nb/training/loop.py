@@ -365,7 +365,7 @@ class Job(ABC):
 
 
 def average_statistics(seat: Seat, model: nn.Module) -> None:
-    """Give every replica the mean of all running statistics: what is read from outside (DESIGN decision 7)."""
+    """Give every replica the mean of all running statistics: what is read from outside."""
     if seat.num_replicas == 1:
         return
     statistics = [s for s in networks.averaged_statistics(model).values() if s.is_floating_point()]

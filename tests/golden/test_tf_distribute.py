@@ -346,7 +346,7 @@ def test_errors_in_the_controller(strategies, name, n):
     check_error([outcome(name, strategies(n))], *ERRORS[name])
 
 
-# A cell is a scope (DESIGN, "words"): what is made in it is mirrored.
+# A cell is a scope: what is made in it is mirrored.
 IN_A_CELL = {name: error for name, error in {**ERRORS, **MISFITS}.items() if name != "ctl/variable_outside_scope"}
 
 
@@ -532,7 +532,7 @@ def test_the_element_spec_prints_as_in_tensorflow(strategies):
 
 
 def test_a_per_replica_prints_as_in_tensorflow_with_torchs_tensors(strategies):
-    # DESIGN decisions 1 and 9: TensorFlow's layout, PyTorch's tensors.
+    # TensorFlow's layout, PyTorch's tensors.
     value = strategies(2).run(lambda: torch.tensor(mnb.get_replica_context().replica_id_in_sync_group))
     layout = re.sub(r"<tf.Tensor: .*numpy=(\d)>", r"tensor(\1)", GOLDEN["repr/per_replica"]["outputs"])
     assert repr(value) == layout
@@ -592,8 +592,7 @@ def test_tensorflows_loop_gives_its_numbers_under_torchrun(script, name):
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("name", ["ctl/sgd_divisible/n2", "ctl/sgd_last_partial/n2", "ctl/sgd_empty_replica/n2"])
 def test_a_mean_loss_trains_as_on_one_device(strategies, replicas, name, n):
-    # DESIGN decision 4: PyTorch's mean, exact on partial and empty batches, where TensorFlow's loop divides by the
-    # full batch size.
+    # PyTorch's mean, exact on partial and empty batches, where TensorFlow's loop divides by the full batch size.
     inputs = GOLDEN[name]["inputs"]
     expected = loop(inputs)
     check_training(plain(train(strategies(n), inputs, "sgd", summed=False)), expected, n)
@@ -603,9 +602,8 @@ def test_a_mean_loss_trains_as_on_one_device(strategies, replicas, name, n):
 
 
 def test_a_variable_made_outside_the_scope_is_not_shared(strategies):
-    # TensorFlow's counts 1 + 1 + 1 in one process's variable. Here a replica has a process of its own (DESIGN, "one
-    # strategy, three places"): what a function captures that is not mirrored travels by value and what a replica
-    # does to its copy is refused, or stays there.
+    # TensorFlow's counts 1 + 1 + 1 in one process's variable. Here a replica has a process of its own: what a function
+    # captures that is not mirrored travels by value and what a replica does to its copy is refused, or stays there.
     found = outcome("mirrored/outside_var_assign_in_run", strategies(2))
     assert found.get("value", 1.0) == 1.0
     assert "value" in found or "ValueError" in found["raises"]

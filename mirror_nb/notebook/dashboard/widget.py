@@ -1,4 +1,4 @@
-"""The dashboard in a notebook: two widgets, a rate, two buttons, and the picture that stays. Starts no thread.
+"""The dashboard in a notebook: widgets, a rate, three buttons, and the picture that stays. Starts no thread.
 
 `tick()` is called by whoever waits for the cell, many times a second; it draws when it is time to: the header, and one
 half of the panels in turns. Drawing takes two percent of the time at most, so that a busy machine gets fewer frames.
