@@ -21,12 +21,7 @@ from torch.utils import _pytree as pytree
 
 from mirror_nb.errors import UsageError
 from mirror_nb.tensors.layouts import check_summable
-from mirror_nb.values import (
-    CARRIERS,
-    VariableAggregation,
-    VariableSynchronization,
-    labelled,
-)
+from mirror_nb.values import CARRIERS, VariableAggregation, VariableSynchronization, labelled
 
 _WRITES: dict[str, Callable[..., Tensor]] = {
     "assign": Tensor.copy_,

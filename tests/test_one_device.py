@@ -13,12 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mirror_nb.collectives.options import CommunicationOptions
 from mirror_nb.errors import ContextError, DeviceError, PoolClosed, UsageError
-from mirror_nb.strategies.context import (
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
+from mirror_nb.strategies.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mirror_nb.strategies.one_device import OneDeviceStrategy
 from mirror_nb.values import PerReplica, ReduceOp
 from mirror_nb.variables import Variable

@@ -16,14 +16,7 @@ from typing import Any, TextIO, final
 import torch
 
 from mirror_nb import devices as device_names
-from mirror_nb.bench.collectives import (
-    SECONDS_A_SIZE,
-    AllReduceTable,
-    all_reduce,
-    check_seconds,
-    chosen_ops,
-    sizes_to,
-)
+from mirror_nb.bench.collectives import SECONDS_A_SIZE, AllReduceTable, all_reduce, check_seconds, chosen_ops, sizes_to
 from mirror_nb.bench.replicas import check_several
 from mirror_nb.bench.steps import SECONDS, StepTable, check_task, steps
 from mirror_nb.devices import Device

@@ -34,15 +34,7 @@ from torch import Tensor
 
 from mirror_nb.collectives.barrier import Counter, Flags, integers
 from mirror_nb.collectives.exchange import Differs, Exchange, Need, Steps, different, fresh
-from mirror_nb.collectives.headers import (
-    HALF,
-    SUM_HEADS,
-    Fold,
-    Kind,
-    for_purpose,
-    head,
-    words,
-)
+from mirror_nb.collectives.headers import HALF, SUM_HEADS, Fold, Kind, for_purpose, head, words
 from mirror_nb.collectives.parts import Folder, Rows, aligned, slice_of
 from mirror_nb.collectives.regions import Regions
 from mirror_nb.collectives.segments import Gather, Segment, common_segment, read, written

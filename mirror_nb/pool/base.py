@@ -18,15 +18,7 @@ from mirror_nb.devices import Device
 from mirror_nb.environment import surroundings
 from mirror_nb.environment.surroundings import Surroundings
 from mirror_nb.errors import ContextError, PoolClosed, ReplicaError
-from mirror_nb.messages import (
-    Count,
-    Follow,
-    Form,
-    Rendezvous,
-    Steer,
-    Stream,
-    Word,
-)
+from mirror_nb.messages import Count, Follow, Form, Rendezvous, Steer, Stream, Word
 from mirror_nb.pool.following import GRACE, TICK_SECONDS, Followed, Following, trains_together
 from mirror_nb.pool.interrupts import Deferred, Interrupts
 from mirror_nb.pool.report import Death, ReplicaStatus, Report

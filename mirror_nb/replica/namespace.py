@@ -21,17 +21,7 @@ from torch.nn.parameter import is_lazy
 from mirror_nb import variables
 from mirror_nb.distributed import Distributed
 from mirror_nb.errors import TransferError
-from mirror_nb.messages import (
-    Changed,
-    Export,
-    Exports,
-    Holdings,
-    Left,
-    NewModule,
-    Stayed,
-    former,
-    travels,
-)
+from mirror_nb.messages import Changed, Export, Exports, Holdings, Left, NewModule, Stayed, former, travels
 from mirror_nb.mirroring.attributes import named_attributes, names_by_id, set_named
 from mirror_nb.mirroring.mirrors import Mirrors
 from mirror_nb.mirroring.networks import ATTRIBUTES, components_in, load, mirrored_values, told_by_all
@@ -42,9 +32,7 @@ from mirror_nb.replica.changes import Before, Changes, meant
 from mirror_nb.replica.exporting import Exporting, stayed
 from mirror_nb.replica.held import Held
 from mirror_nb.replica.objects import Objects
-from mirror_nb.replica.outgoing import (
-    Fresh,
-)
+from mirror_nb.replica.outgoing import Fresh
 from mirror_nb.tensors.checksums import bits, checksums, mixed
 from mirror_nb.tensors.sharded import has_sharded
 from mirror_nb.transfer import torchmetrics_objects

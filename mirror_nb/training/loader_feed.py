@@ -27,14 +27,7 @@ from mirror_nb.data.sampling import (
     length_of,
 )
 from mirror_nb.errors import UsageError
-from mirror_nb.training.shares import (
-    Feed,
-    Share,
-    check_begun,
-    check_state,
-    epoch_seeds,
-    permutation,
-)
+from mirror_nb.training.shares import Feed, Share, check_begun, check_state, epoch_seeds, permutation
 
 _END: Any = object()
 
