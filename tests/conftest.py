@@ -26,6 +26,7 @@ from crew import Crew
 from driving import eventually
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
+from two_sides import Notebook, with_torch
 
 import mirror_nb as mnb
 from mirror_nb.devices import Device
@@ -244,6 +245,12 @@ def replicas(nothing_is_left: None, forkserver: None) -> Iterator[Callable[[int]
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    """A notebook and two replicas without processes, that have imported torch."""
+    return with_torch()
 
 
 @pytest.fixture(scope="module")

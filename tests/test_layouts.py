@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from two_sides import Notebook, with_torch
 
 from mirror_nb.tensors.checksums import bits
 from mirror_nb.tensors.layouts import address, nbytes, with_memory
@@ -24,11 +23,6 @@ TENSORS = {
 }
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Half of these torch calls prototypes.
-
-
-@pytest.fixture
-def notebook() -> Notebook:
-    return with_torch()
 
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)

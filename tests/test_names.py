@@ -10,17 +10,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from two_sides import Notebook, with_torch
+from two_sides import Notebook
 
 from mirror_nb import PerReplica, Remote
 from mirror_nb.errors import TransferError
 from mirror_nb.notebook.lent import Lent
 from mirror_nb.notebook.names import Names
-
-
-@pytest.fixture
-def notebook() -> Notebook:
-    return with_torch()
 
 
 def descriptors() -> int:

@@ -8,17 +8,11 @@ from collections import OrderedDict, deque
 
 import pytest
 import torch
-from two_sides import NET, TRAIN, Notebook, with_torch
+from two_sides import NET, TRAIN, Notebook
 
 from mirror_nb.noticing import contents
 from mirror_nb.noticing.kinds import is_own
 from mirror_nb.noticing.slots import slots_of
-
-
-@pytest.fixture
-def notebook() -> Notebook:
-    return with_torch()
-
 
 CONFIG = """
 import dataclasses

@@ -7,15 +7,9 @@ import weakref
 
 import pytest
 import torch
-from two_sides import NET, Notebook, with_torch
+from two_sides import NET
 
 from mirror_nb.errors import TransferError
-
-
-@pytest.fixture
-def notebook() -> Notebook:
-    return with_torch()
-
 
 HELD = {
     "another name": ("other = net", "other"),

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from driving import running
-from two_sides import Notebook, with_torch
 
 from mirror_nb.errors import ReplicaDied, TransferError, UsageError
 from mirror_nb.values import Remote
-
-
-@pytest.fixture
-def notebook() -> Notebook:
-    return with_torch()
 
 
 @pytest.fixture

@@ -5,16 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from two_sides import NET, TRAIN, Notebook, with_torch
+from two_sides import NET, TRAIN, Notebook
 
 from mirror_nb import Remote, UsageError
 from mirror_nb.notebook import names
 from mirror_nb.strategies.reading import Reading
-
-
-@pytest.fixture
-def notebook() -> Notebook:
-    return with_torch()
 
 
 def weights(notebook: Notebook, replica: int | None = None, name: str = "net") -> list[float]:

@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-from two_sides import Notebook, with_torch
 
 from mirror_nb.noticing.streams import is_stream, move, place
 
@@ -19,11 +18,6 @@ STREAMS = {
     "text": ("import io; x = io.StringIO('first')", "x.seek(x.tell() + 1), x.write('more'), x.getvalue()"),
     "bytes": ("import io; x = io.BytesIO(b'first')", "x.write(b'more'), x.truncate(3), x.getvalue(), x.tell()"),
 }
-
-
-@pytest.fixture
-def notebook() -> Notebook:
-    return with_torch()
 
 
 @pytest.mark.parametrize(("make", "draw"), STREAMS.values(), ids=STREAMS)
