@@ -18,7 +18,7 @@ def run(shell):
 LARGE = {
     "a tensor": ("torch.zeros(1_000_000)", "x = x.to(device)"),
     "text": ("'x' * 2_000_000", "x = str(x)"),
-    "a list": ("list(range(1_000_000))", "x = x"),
+    "a list": ("list(range(400_000))", "x = x"),
     "a list of tensors": ("[torch.zeros(1_000_000)]", "x = x"),
     "an array": ("__import__('numpy').zeros(1_000_000)", "import numpy\nx = numpy.asarray(x)"),
     "small": ("torch.zeros(3)", "x = x.to(device)"),
@@ -40,7 +40,7 @@ CHANGED = {
     "a tensor to be trained": ("torch.zeros(1_000_000)", "x = x.requires_grad_()"),
     "an array written to": ("__import__('numpy').zeros(1_000_000)", "x += 1"),
     "on one replica": ("torch.zeros(1_000_000)", "if replica_id: x = x + 1"),
-    "a list of lists": ("[[0] * 9 for _ in range(100_000)]", "x[0].append(1)\nx = x"),
+    "a list of lists": ("[[0] * 9 for _ in range(60_000)]", "x[0].append(1)\nx = x"),
 }
 
 
