@@ -581,12 +581,7 @@ class Fabric:
             yield from self._in_slices(flat, fold)
 
     def _in_pieces(
-        self,
-        number: int,
-        header: int,
-        flat: Tensor,
-        take: Callable[[list[Tensor], int, int], None],
-        lays_out: bool,
+        self, number: int, header: int, flat: Tensor, take: Callable[[list[Tensor], int, int], None], lays_out: bool
     ) -> Steps:
         yield from self._meet(number, header)
         yield from self._through_pieces(flat, take, lays_out)

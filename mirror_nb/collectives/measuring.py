@@ -46,12 +46,7 @@ class Trial:
         return self.quantile(0.75) - self.quantile(0.25)
 
 
-def compare(
-    ops: Mapping[str, CrossDeviceOps],
-    numel: int,
-    *,
-    seconds: float,
-) -> dict[str, Trial]:
+def compare(ops: Mapping[str, CrossDeviceOps], numel: int, *, seconds: float) -> dict[str, Trial]:
     """Time the sum of `numel` fp32 by each of `ops`, which take turns; every replica makes the same call.
 
     The tensor is filled anew each time, with numbers that no round before had, and lies where gradient buckets lie: an

@@ -29,9 +29,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     _called = "one_device"
 
     def __init__(
-        self,
-        reduce_to_device: object = None,
-        accumulation_fn: Callable[[list[Tensor]], Tensor] | None = None,
+        self, reduce_to_device: object = None, accumulation_fn: Callable[[list[Tensor]], Tensor] | None = None
     ) -> None:
         self.reduce_to_device = reduce_to_device
         if accumulation_fn is not None and not callable(accumulation_fn):

@@ -187,11 +187,7 @@ def _init(store: dist.Store, rendezvous: Rendezvous, timeout: timedelta) -> None
     hook = sys.excepthook
     try:
         _original_init()(
-            BACKEND,
-            store=store,
-            rank=rendezvous.replica_id,
-            world_size=rendezvous.num_replicas,
-            timeout=timeout,
+            BACKEND, store=store, rank=rendezvous.replica_id, world_size=rendezvous.num_replicas, timeout=timeout
         )
     finally:
         # torch chains a hook of its own at each init, and never takes it away.

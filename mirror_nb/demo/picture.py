@@ -110,11 +110,7 @@ def _draw_images(figure: SubFigure, history: History, data: LabelledImages) -> N
     labels = data.test_labels.numpy()
     mistakes = np.flatnonzero(predictions != labels)
     figure.suptitle(
-        f"Test images: {len(mistakes)} of {len(labels)} wrong",
-        fontsize=10.5,
-        fontweight="bold",
-        x=0.012,
-        ha="left",
+        f"Test images: {len(mistakes)} of {len(labels)} wrong", fontsize=10.5, fontweight="bold", x=0.012, ha="left"
     )
     shown = _chosen(len(labels), mistakes)
     for place, axes in enumerate(np.ravel(figure.subplots(_ROWS, _COLUMNS))):

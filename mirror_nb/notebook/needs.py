@@ -24,11 +24,7 @@ class Needs:
     """Goes through the notebook's values. `user_ns` is the dictionary of ordinary cells."""
 
     def __init__(
-        self,
-        user_ns: MutableMapping[str, Any],
-        mirrors: Mirrors,
-        shared: SharedNames,
-        travels: Callable[[str], bool],
+        self, user_ns: MutableMapping[str, Any], mirrors: Mirrors, shared: SharedNames, travels: Callable[[str], bool]
     ) -> None:
         self._user_ns = user_ns
         self._mirrors = mirrors

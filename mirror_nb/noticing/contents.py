@@ -426,10 +426,7 @@ def _alike(one: Content | None, other: Content | None) -> bool:
 
 
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset})
-_BY_IDENTITY = (
-    *(*NAMED, nn.Module, torch.Generator),
-    *(torch.utils.data.Dataset, torch.utils.data.Sampler),
-)
+_BY_IDENTITY = (*NAMED, nn.Module, torch.Generator, torch.utils.data.Dataset, torch.utils.data.Sampler)
 
 
 def _nothing(*_: object) -> None:

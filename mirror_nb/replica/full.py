@@ -37,10 +37,7 @@ def memory(error: BaseException, device: torch.device) -> str:
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info(device)
         reserved, held = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        parts += [
-            f"{size(free)} of {size(total)} free",
-            f"torch has reserved {size(reserved)}, {size(held)} in use",
-        ]
+        parts += [f"{size(free)} of {size(total)} free", f"torch has reserved {size(reserved)}, {size(held)} in use"]
     else:
         there = usable()
         parts += [f"{size(there.free)} of {size(there.total)} free"]

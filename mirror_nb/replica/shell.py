@@ -269,11 +269,7 @@ def make_shell(emit: Callable[[object], None], module: types.ModuleType | None) 
     config = Config({"HistoryManager": {"enabled": False}, "HistoryAccessor": {"enabled": False}})
     make = ReplicaShell if module is not None else ReplicaShell.instance
     shell = make(
-        config=config,
-        display_pub_class=_Publisher,
-        displayhook_class=_Hook,
-        history_load_length=0,
-        user_module=module,
+        config=config, display_pub_class=_Publisher, displayhook_class=_Hook, history_load_length=0, user_module=module
     )
     shell.display_pub.emit = emit
     shell.display_trap.hook = shell.displayhook
@@ -347,12 +343,7 @@ class Comms:
                 super().__init__(*args, **options)
 
             def publish_msg(
-                self,
-                msg_type: str,
-                data: Any = None,
-                metadata: Any = None,
-                buffers: Any = None,
-                **keys: Any,
+                self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
             ) -> None:
                 content = for_front_end(dict(comm_id=self.comm_id, data=data or {}, **keys))
                 sent = tuple(bytes(b) for b in buffers or ())

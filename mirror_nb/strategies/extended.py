@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
 
 
-_OLDER_NAMES = {
-    "call_for_each_replica": "strategy.run(fn, args, kwargs)",
-    "read_var": "variable.read_value()",
-}
+_OLDER_NAMES = {"call_for_each_replica": "strategy.run(fn, args, kwargs)", "read_var": "variable.read_value()"}
 # What tf.distribute's has for TensorFlow 1 only.
 
 

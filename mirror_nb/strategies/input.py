@@ -417,11 +417,7 @@ class ControllerFunctionDataset(_OfController):
     """
 
     def __init__(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        *,
-        num_replicas: int,
-        options: InputOptions | None = None,
+        self, dataset_fn: Callable[[InputContext], Any], *, num_replicas: int, options: InputOptions | None = None
     ) -> None:
         self._options = _options(options)
         self._num_replicas = num_replicas
@@ -534,10 +530,7 @@ class ReplicaDataset(DistributedDataset):
 
     @classmethod
     def from_function(
-        cls,
-        dataset_fn: Callable[[InputContext], Any],
-        replica: ReplicaInput,
-        options: InputOptions | None = None,
+        cls, dataset_fn: Callable[[InputContext], Any], replica: ReplicaInput, options: InputOptions | None = None
     ) -> ReplicaDataset:
         """Return this replica's batches, every n-th, of the dataset that `dataset_fn` makes on each replica.
 

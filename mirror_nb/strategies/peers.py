@@ -122,11 +122,7 @@ class Peers:
         return extras, leaves
 
     def total(
-        self,
-        call: str,
-        form: Form,
-        part: Tensor,
-        carrier: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+        self, call: str, form: Form, part: Tensor, carrier: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
     ) -> Tensor:
         """Return the sum over the replicas of `part`, made of the one leaf of `form`; raises as `agree`.
 

@@ -19,14 +19,7 @@ from torch import nn
 
 from mirror_nb.environment.replaced import Replaced
 
-_READS = (
-    "__call__",
-    "state_dict",
-    "_apply",
-    "__reduce_ex__",
-    "train",
-    "__delattr__",
-)
+_READS = ("__call__", "state_dict", "_apply", "__reduce_ex__", "train", "__delattr__")
 # All that leads to a network's tensors: attributes, what state_dict and parameters() are made of, moves, copies. And
 # what sets its mode, which is a change or none by the mode that it has in the replicas, or takes parts away: there may
 # be others there. A forward pass may begin with plain attributes, which come along. `__getattr__` is one more.

@@ -42,9 +42,7 @@ def describe(network: nn.Module, without: Collection[str] = ()) -> dict[str, Any
 
 
 def rebuild(
-    description: Mapping[str, Any],
-    shapes: Mapping[str, Tensor],
-    custom_objects: Mapping[str, type] | None = None,
+    description: Mapping[str, Any], shapes: Mapping[str, Tensor], custom_objects: Mapping[str, type] | None = None
 ) -> nn.Module:
     """Return a network of this structure, with parameters and buffers that hold nothing yet.
 

@@ -88,12 +88,7 @@ class LoaderFeed(Feed):
         return self._shares(batches, streams, counts, drawn is not None, start)
 
     def _shares(
-        self,
-        batches: Iterable[Any],
-        streams: OtherStreams,
-        counts: deque[tuple[int, int]],
-        by_index: bool,
-        start: int,
+        self, batches: Iterable[Any], streams: OtherStreams, counts: deque[tuple[int, int]], by_index: bool, start: int
     ) -> Iterator[Share]:
         self._at_start = self._position()
         # Whatever is drawn here is drawn again by who begins in the middle: it must come from nobody else's numbers.

@@ -166,11 +166,7 @@ class Running:
         return self._guard.through(lambda: self.catch_up(epoch, until, changes, on_note), self._again)
 
     def catch_up(
-        self,
-        epoch: int,
-        until: int | None,
-        changes: bool = True,
-        on_note: Callable[[Note], None] = lambda note: None,
+        self, epoch: int, until: int | None, changes: bool = True, on_note: Callable[[Note], None] = lambda note: None
     ) -> list[Advanced]:
         """Do the same without going on when a replica dies."""
         # Lazy layers take shape in an evaluation, too.

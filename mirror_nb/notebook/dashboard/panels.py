@@ -299,11 +299,7 @@ def devices(frame: Frame) -> str:
     rows = []
     for r, (its, at) in enumerate(zip(readings, last, strict=True)):
         hot = bool(at and at.slowed and any(f.title.startswith(at.device) for f in frame.findings))
-        cells = [
-            _device_name(frame, r, at),
-            *_usage(r, at),
-            f"<i>{_spark(its, hot) if clocks and its else ''}</i>",
-        ]
+        cells = [_device_name(frame, r, at), *_usage(r, at), f"<i>{_spark(its, hot) if clocks and its else ''}</i>"]
         cells += [_told(column(at) if at else None, hot) for column in known]
         cells += ["<i></i>"] * (len(columns) - len(known))
         rows.append("".join(cells))

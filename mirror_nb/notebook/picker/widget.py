@@ -130,11 +130,7 @@ class Picker:
         self.start = Button(description="Start", icon="play", button_style="primary")
         self.restart = Button(description="Restart", icon="refresh", tooltip="Names in the replicas are lost")
         self.stop = Button(description="Stop", icon="stop", tooltip="End the replicas; names in them are lost")
-        self._fields = [
-            VBox([self.operations, self.measure]),
-            VBox([self.bucket_sizes]),
-            VBox([self.compressions]),
-        ]
+        self._fields = [VBox([self.operations, self.measure]), VBox([self.bucket_sizes]), VBox([self.compressions])]
         self._options = _classed(Box(self._fields), "mnb-options")
         self.board = VBox(
             [
