@@ -354,7 +354,7 @@ class Remote:
         return f"<code>{html.escape(repr(self))}</code>"
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__") or attribute.startswith("_repr_"):
+        if attribute.startswith(("__", "_repr_")):
             raise AttributeError(attribute)
         raise AttributeError(self.where())
 

@@ -131,14 +131,13 @@ class Variable(torch.Tensor):
                 "but trainable=True was given; leave one of them out"
             )
         make = _making() or plain
-        made = make(
+        return make(
             first_tensor(initial_value, _dtype(dtype)),
             trainable=not on_read if trainable is None else bool(trainable),
             aggregation=rule,
             synchronization=when,
             name=name,
         )
-        return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything was done by __new__."""
@@ -369,7 +368,7 @@ def _dtype(dtype: Any) -> torch.dtype | None:
     raise UsageError(f"`dtype` is {dtype!r}; {named}, or leave it out to have that of the value")
 
 
-def first_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+def first_tensor(value: Any, dtype: torch.dtype | None) -> Tensor:
     """Return a new tensor of `value`: a number, a list, an array, a tensor, or a function that returns one."""
     if callable(value) and not isinstance(value, Tensor):
         value = value()

@@ -120,18 +120,11 @@ class Outgoing:
     """
 
     def __init__(
-        self,
-        known: Known,
-        label: str,
-        fresh: Fresh,
-        handle: str,
-        whole: bool,
-        held: Callable[[object], Any] = lambda obj: None,
+        self, known: Known, label: str, fresh: Fresh, handle: str, whole: bool, held: Callable[[object], Any]
     ) -> None:
         self.found = Fresh()
         self.found.add(fresh)
-        self._known, self._label, self._handle, self._whole = known, label, handle, whole
-        self._held = held
+        self._known, self._label, self._handle, self._whole, self._held = known, label, handle, whole, held
         self._count = 0
         self._refused: list[tuple[object, str]] = []
         # Optimizers and the like that cannot be the same on both sides, and why; in values they travel as copies.

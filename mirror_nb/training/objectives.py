@@ -311,10 +311,10 @@ class ClassTerm(Term):
 class MeanTerm(Term):
     """Any loss that gives a mean over the share's examples, one value for each example, or a sum."""
 
-    def __init__(self, function: Callable[..., Any], *, name: str, fit: _Fit | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], *, name: str, fit: _Fit) -> None:
         self._function = function
         self._name = name
-        self._fit = _one_by_one if fit is None else fit
+        self._fit = fit
         self.classes_at = 1 if fit is _class_tensors else None
         self._reduction = str(getattr(function, "reduction", "")) if isinstance(function, nn.Module) else ""
         self.divisor = Divisor.NOTHING if self._reduction == "sum" else Divisor.EXAMPLES
@@ -616,7 +616,7 @@ def _term(loss: Any) -> Term:
             "targets), or a dict or list of them by output"
         )
     name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
-    return MeanTerm(loss, name=f"the loss {name}", fit=_CALLS.get(type(loss)))
+    return MeanTerm(loss, name=f"the loss {name}", fit=_CALLS.get(type(loss), _one_by_one))
 
 
 def _named(module: Callable[[], nn.Module]) -> Callable[[], Term]:

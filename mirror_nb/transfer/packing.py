@@ -130,7 +130,7 @@ class SearchPath:
 class _Outside:
     """The buffers of an object that travel beside its pickle; at most `budget` bytes of them."""
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(self, budget: int | None) -> None:
         self.buffers: list[memoryview] = []
         self._budget = budget
         self._room = IN_BAND_BYTES
