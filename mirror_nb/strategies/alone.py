@@ -18,8 +18,8 @@ from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.replica.scope import Scope
 from mirror_nb.replica.whole import heed, held_back
 from mirror_nb.strategies.context import ReplicaContext, entered
-from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
-from mirror_nb.strategies.place import Mended, Place
+from mirror_nb.strategies.input import ReplicaInput
+from mirror_nb.strategies.place import OwnPlace
 from mirror_nb.strategies.reductions import (
     as_tensor,
     checked_axis,
@@ -33,14 +33,14 @@ from mirror_nb.strategies.reductions import (
 from mirror_nb.strategies.seat import AloneSeat
 from mirror_nb.telemetry.comparison import Comparison, compared
 from mirror_nb.values import ReduceOp, mean, widened
-from mirror_nb.variables import plain, update_component
+from mirror_nb.variables import plain
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
 
 
 @final
-class AlonePlace(Place):
+class AlonePlace(OwnPlace):
     """This process computes everything; reductions return what they are given."""
 
     num_replicas = 1
@@ -55,7 +55,7 @@ class AlonePlace(Place):
         self._scope = Scope(0, 1, self.device, GradientSynchronizer(0, 1), seed=0)
         self._listeners: list[Callable[[Any], None]] = []
         self.seat = AloneSeat(self.device, heed, lambda value: self._listeners[-1](value))
-        self._input = ReplicaInput(
+        self.input = ReplicaInput(
             replica_id=0,
             num_replicas=1,
             device=self.device,
@@ -92,15 +92,6 @@ class AlonePlace(Place):
                 return [fn(*args)]
         finally:
             self._listeners.pop()
-
-    def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        return self.command(fn, args, changes=False)
-
-    def mend(self) -> Mended:
-        return Mended({}, True)
-
-    def forget_deaths(self) -> None:
-        """There were none: this process lives."""
 
     def log(self, values: dict[str, Any]) -> None:
         """Nothing is recorded where there is one device and nobody to wait for."""
@@ -163,15 +154,6 @@ class AlonePlace(Place):
     def local_results(self, value: Any) -> tuple[Any, ...]:
         return local_parts(value, 1)
 
-    def distribute_dataset(self, source: Any, **options: Any) -> Any:
-        return ReplicaDataset.of(source, self._input, **options)
-
-    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
-        return ReplicaDataset.from_function(dataset_fn, self._input, options)
-
-    def values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        return value_fn(ValueContext(0, 1))
-
     def make_variable(self, value: Any, **options: Any) -> Any:
         return plain(value.to(self.device), **options)
 
@@ -182,14 +164,9 @@ class AlonePlace(Place):
         # With one replica nothing tells what was made in the scope from what was not.
         return True
 
-    def update(
-        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        return [update_component(variable, fn, own_of(args, 0, 1), own_of(kwargs, 0, 1))]
-
     def close(self) -> None:
         self.closed = True
-        self._input.loaders.close()
+        self.input.loaders.close()
 
 
 def _same(state: bytes) -> bytes:

@@ -31,9 +31,9 @@ from mirror_nb.steps.recorder import Recorder
 from mirror_nb.steps.steering import Steering
 from mirror_nb.strategies.context import ReplicaContext, entered, stand_nowhere
 from mirror_nb.strategies.differentiable import all_gathered, all_reduced
-from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
+from mirror_nb.strategies.input import ReplicaInput
 from mirror_nb.strategies.peers import Form, Peers, form_of_nest, of_dtype
-from mirror_nb.strategies.place import Mended, Place
+from mirror_nb.strategies.place import OwnPlace
 from mirror_nb.strategies.reductions import (
     as_tensor,
     checked_axis,
@@ -59,7 +59,7 @@ from mirror_nb.transfer.opening import unpack
 from mirror_nb.transfer.packing import members, pack, unsendable
 from mirror_nb.transfer.payload import Payload
 from mirror_nb.values import DistributedValues, PerReplica, ReduceOp, Shares, widened
-from mirror_nb.variables import Variable, component, distributed, provide_arrivals, update_component
+from mirror_nb.variables import Variable, component, distributed, provide_arrivals
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -117,7 +117,7 @@ class OnReplica(Protocol):
 
 
 @final
-class ReplicaPlace(Place):
+class ReplicaPlace(OwnPlace):
     """One replica of several, in its own process."""
 
     def __init__(self, replica: OnReplica) -> None:
@@ -228,15 +228,6 @@ class ReplicaPlace(Place):
                 return [fn(*args)]
         finally:
             self._listeners.pop()
-
-    def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        return self.command(fn, args, changes=False)
-
-    def mend(self) -> Mended:
-        return Mended({}, True)
-
-    def forget_deaths(self) -> None:
-        """There were none: this process lives."""
 
     def log(self, values: dict[str, Any]) -> None:
         # A loss knows how it came about, and torch warns where such a one is made a number.
@@ -462,15 +453,6 @@ class ReplicaPlace(Place):
             return leaf
         return PerReplica(tuple(self._gathered("local_results", component(leaf)[None], 0, where).detach()))
 
-    def values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        return value_fn(ValueContext(self.replica_id, self.num_replicas))
-
-    def distribute_dataset(self, source: Any, **options: Any) -> Any:
-        return ReplicaDataset.of(source, self.input, **options)
-
-    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
-        return ReplicaDataset.from_function(dataset_fn, self.input, options)
-
     def _on_wanted(self) -> None:
         self._replica.steering.boundary()
         self._replica.recorder.wanted()
@@ -503,12 +485,6 @@ class ReplicaPlace(Place):
         if variable.requires_grad:
             self._replica.gradients.track(variable, f"Variable.{variable.name}")  # type: ignore[arg-type]
         return variable
-
-    def update(
-        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        args, kwargs = own_of((args, kwargs), self.replica_id, self.num_replicas)
-        return [update_component(variable, fn, args, kwargs)]
 
     def close(self) -> None:
         # In a mirrored cell it is the notebook's.

@@ -15,9 +15,12 @@ import torch
 
 from mirror_nb.collectives.options import Communication
 from mirror_nb.errors import PoolClosed
+from mirror_nb.strategies.input import ReplicaDataset, ReplicaInput, ValueContext
+from mirror_nb.strategies.reductions import own_of
 from mirror_nb.strategies.seat import Seat
 from mirror_nb.telemetry.comparison import Comparison
 from mirror_nb.values import ReduceOp
+from mirror_nb.variables import update_component
 
 if TYPE_CHECKING:
     from mirror_nb.strategies.base import Strategy
@@ -203,3 +206,35 @@ class Place(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the place started."""
+
+
+class OwnPlace(Place):
+    """A place whose code runs on a replica, this process: the only one, or one of several that do the same."""
+
+    replica_id: int
+    device: torch.device
+    input: ReplicaInput
+
+    def ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        return self.command(fn, args, changes=False)
+
+    def mend(self) -> Mended:
+        return Mended({}, True)
+
+    def forget_deaths(self) -> None:
+        """There were none: this process lives."""
+
+    def distribute_dataset(self, source: Any, **options: Any) -> Any:
+        return ReplicaDataset.of(source, self.input, **options)
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any) -> Any:
+        return ReplicaDataset.from_function(dataset_fn, self.input, options)
+
+    def values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        return value_fn(ValueContext(self.replica_id, self.num_replicas))
+
+    def update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        args, kwargs = own_of((args, kwargs), self.replica_id, self.num_replicas)
+        return [update_component(variable, fn, args, kwargs)]
