@@ -7,9 +7,8 @@ import io
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from driving import running
@@ -18,8 +17,6 @@ from IPython.utils.capture import capture_output
 
 import mirror_nb as mnb
 from mirror_nb.replica import files
-
-Run = Callable[[str], Any]
 
 
 @pytest.fixture

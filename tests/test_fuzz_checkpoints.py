@@ -180,7 +180,7 @@ def test_a_tensor_that_says_it_is_enormous(shape, whole, refuse):
 
     content = torch.load(io.BytesIO(whole), weights_only=True)
     described = content["architecture"]["modules"]
-    refuse(saved({**content, "state_dict": {"0.weight": torch.zeros(1).expand(abs(shape[0]) % 2**40 + 1)}}))
+    assert refuse(saved({**content, "state_dict": {**content["state_dict"], "0.weight": Huge()}})) is not None
     for module in described.values() if isinstance(described, dict) else described:
         if isinstance(module, dict) and module.get("parameters"):
             module["parameters"] = {name: list(shape) for name in module["parameters"]}
