@@ -365,6 +365,19 @@ def test_what_changes_in_an_optimizer_is_told_once(change):
     assert told.changes(find) == ()
 
 
+@pytest.mark.parametrize("value", [3, [1], torch.tensor(1.0), None], ids=str)
+def test_a_setting_that_one_side_deletes_is_deleted_on_the_other(value):
+    told, here, there = Told(), an_optimizer(), an_optimizer()
+    here.param_groups[0]["mine"] = there.param_groups[0]["mine"] = value
+    there.param_groups[0]["its_own"] = 4
+    told.know("o", here)
+    del here.param_groups[0]["mine"]
+    ((_, now),) = told.changes({"o": here}.get)
+    take_told(there, now)
+    assert there.param_groups[0].keys() - here.param_groups[0].keys() == {"its_own"}
+    assert told.changes({"o": here}.get) == ()
+
+
 def test_settings_that_do_not_travel_are_left_out():
     told, optimizer = Told(), an_optimizer()
     for _ in range(2):

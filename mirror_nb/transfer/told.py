@@ -181,13 +181,14 @@ def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def told_of(obj: _Told) -> Any:
     """Return what is told of an optimizer: its settings, and whether it has made a step, or schedulers would warn.
 
+    And of each group the settings that somebody has deleted, which `Told` knows.
     Of a scheduler or a scaler, where it stands: its `state_dict()`, as far as that is plain values, and whether it has
     begun; None where there is none. Of a generator the bytes of its state.
     """
     if isinstance(obj, torch.Generator):
         return obj.get_state().numpy().tobytes()
     if isinstance(obj, torch.optim.Optimizer):
-        return settings_of(obj), _tensors_of(obj), getattr(obj, "_opt_called", False)
+        return settings_of(obj), _tensors_of(obj), getattr(obj, "_opt_called", False), ()
     # A user's own class may refuse.
     with contextlib.suppress(Exception):
         return _plain_part(obj.state_dict()), isinstance(obj, torch.amp.GradScaler) and _has_begun(obj)
@@ -199,7 +200,10 @@ def take_told(obj: _Told, told: Any) -> None:
     if isinstance(obj, torch.Generator):
         obj.set_state(torch.frombuffer(bytearray(told), dtype=torch.uint8))
     elif isinstance(obj, torch.optim.Optimizer):
-        settings, tensors, stepped = told
+        settings, tensors, stepped, deleted = told
+        for group, names in zip(obj.param_groups, deleted, strict=False):
+            for name in names:
+                group.pop(name, None)
         for group, made in zip(obj.param_groups, tensors, strict=False):
             # By a first step on the other side: further ones, on this side, count on in it.
             for name, (shape, dtype) in made.items():
@@ -246,11 +250,20 @@ class Told:
             self.know(handle, obj)
             now = self._known[handle][0]
             if now != told:
-                changed.append((handle, now))
+                changed.append((handle, _with_deleted(obj, now, told)))
         return tuple(changed)
 
 
 _UNSURE = object()
+
+
+def _with_deleted(obj: _Told, now: Any, before: Any) -> Any:
+    """Add to what is told of an optimizer what its groups have no more of what was told before."""
+    if not isinstance(obj, torch.optim.Optimizer) or before is _UNSURE:
+        return now
+    pairs = zip(before[0], obj.param_groups, strict=False)
+    deleted = tuple(told.keys() - group.keys() for told, group in pairs)
+    return (*now[:-1], deleted) if any(deleted) else now
 
 
 def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
