@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import weakref
 
@@ -382,6 +383,25 @@ def test_a_class_of_the_notebook_is_still_itself_when_its_objects_come_back(note
     notebook.here("class C: pass")
     notebook.cell("c = C()")
     assert type(notebook.user_ns["c"]) is notebook.user_ns["C"]
+
+
+def test_objects_of_classes_that_a_function_of_a_module_makes_are_the_same_on_all_replicas(
+    notebook, tmp_path, monkeypatch
+):
+    (tmp_path / "makes_classes.py").write_text(
+        "import collections\n"
+        "def pair(): return collections.namedtuple('Pair', 'x y')(1, 2)\n"
+        "def local():\n"
+        "    class Local:\n"
+        "        def f(self): return 3\n"
+        "    return Local()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    notebook.here("import makes_classes")
+    notebook.cell("a = makes_classes.pair(); b = [makes_classes.local()]")
+    assert notebook.user_ns["a"] == (1, 2)
+    assert notebook.user_ns["b"][0].f() == 3
+    sys.modules.pop("makes_classes")
 
 
 def test_an_import_in_the_cell_is_an_import_here(notebook):

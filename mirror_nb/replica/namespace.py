@@ -581,7 +581,7 @@ class Namespace:
     def label(self, kind: type) -> None:
         """Name the classes of cells that `kind` is or derives from, as `export` would: before it travels otherwise."""
         for base in kind.__mro__:
-            label_class(base, self._label, self.names)
+            label_class(base, self._label)
 
     def snapshot(
         self, beside: Callable[[list[Any]], object] = lambda packed: None, without: Iterable[str] = ()

@@ -70,7 +70,7 @@ class Standalone:
     def label(self, kind: type) -> None:
         """Name the classes of the script that `kind` is or derives from as all processes do, before it travels."""
         for base in kind.__mro__:
-            label_class(base, "", vars(sys.modules["__main__"]))
+            label_class(base, "")
 
     def communicate(self, by: Communication) -> None:
         """Reduce gradients by these cross-device ops from now on; every replica makes the same call."""

@@ -240,8 +240,8 @@ class _Packer(Pickler):
             if found is not None:
                 return found
         if isinstance(obj, type):
-            if self._label and self._namespace is not None:
-                label_class(obj, self._label, self._namespace)
+            if self._label:
+                label_class(obj, self._label)
             return reduce_registered(obj, super().reducer_override(obj))
         if type(obj) is torch.Tensor and _plain(obj):
             return self._reduce_tensor(obj)
@@ -388,8 +388,8 @@ def pack(
     lists, dicts, sets and tuples only with `containers`, for classes with `classes`. `handle(module)` numbers a
     module so that it can be referred to later, `lend(obj)` an optimizer, a scheduler or a scaler. CUDA tensors travel
     through host memory. `limit`, bytes, bounds the size; `in_band` puts all of it into the pickle, so that there is
-    no slab. `label` is given to classes of the namespace that have not travelled before: see `label_class`. Without
-    `states`, optimizers travel without their moments.
+    no slab. `label` is given to classes that have not travelled before: see `label_class`. Without `states`,
+    optimizers travel without their moments.
 
     Raises TooLarge beyond `limit`, TransferError when something in `obj` cannot be pickled.
     """

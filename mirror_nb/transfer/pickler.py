@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -353,17 +353,17 @@ def global_names(code: types.CodeType, instructions: frozenset[str] = _GLOBAL_RE
     return names
 
 
-def label_class(kind: type, label: str, namespace: MutableMapping[str, Any]) -> None:
-    """Let a class that a cell made be the same class wherever it comes from, if `label` is the same on all replicas.
+def label_class(kind: type, label: str) -> None:
+    """Let a class that no module has by its name be the same one wherever it comes from, if `label` is that as well.
 
-    cloudpickle knows a class by an id that each process draws for itself: the class of a cell would arrive as
-    one class from each replica, and objects of it would never be equal.
+    cloudpickle knows such a class, a cell's or one that a function makes, by an id that each process draws for itself:
+    it would arrive as one class from each replica, and objects of it would never be equal.
     """
     known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", None)
     by_id = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", None)
-    if known is None or by_id is None or kind in known or kind.__module__ != namespace.get("__name__"):
+    if known is None or by_id is None or kind in known or travels_by_name(kind):
         return
-    name = f"mirror_nb {label} {kind.__qualname__}"
+    name = f"mirror_nb {label} {kind.__module__}.{kind.__qualname__}"
     while name in by_id:
         name += "'"
     known[kind], by_id[name] = name, kind
