@@ -438,6 +438,16 @@ def test_figures_appear_as_images(notebook):
     assert sum("image/png" in o.get("data", {}) for o in shown.outputs) == 1
 
 
+@pytest.mark.parametrize("magic", ["", "%%mirrored --quiet"], ids=["an ordinary cell", "a mirrored cell"])
+def test_what_a_mirrored_cell_shows_is_updated_by(magic, notebook):
+    shown = notebook.run("%%mirrored --quiet\nh = display('first', display_id=True)\nboth = {'h': h}")
+    (first,) = (o for o in shown.outputs if o["data"].get("text/plain") == "'first'")
+    updated = notebook.run(f"{magic}\nboth['h'].update('second')\nh.update('third')".lstrip())
+    assert updated.error is None, updated.error
+    assert [o["type"] for o in updated.outputs if o["transient"]] == ["update_display_data"] * 2
+    assert all(o["transient"] == first["transient"] for o in updated.outputs if o["transient"])
+
+
 def test_progress_bars_appear(notebook):
     shown = notebook.run("%%mirrored\nfrom tqdm import tqdm\nfor i in tqdm(range(30)): pass")
     assert "100%" in shown.stderr

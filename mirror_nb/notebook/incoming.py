@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, final
 
 import numpy as np
+from IPython.display import DisplayHandle
 
 from mirror_nb.errors import TransferError
 from mirror_nb.held_variables import read_together
@@ -161,7 +162,7 @@ class Incoming:
 
 
 def _is_drawn(value: Any, deep: int = 3) -> bool:
-    """Whether it is a figure, or what else matplotlib draws, or a small container that has such in it."""
+    """Whether it is a figure, or what else matplotlib draws, a display's handle, or a small container of such."""
     if type(value) in (list, tuple):
         members: Any = value
     elif type(value) is dict:
@@ -169,7 +170,8 @@ def _is_drawn(value: Any, deep: int = 3) -> bool:
     elif isinstance(value, np.ndarray) and value.dtype == object:
         members = value.flat
     else:
-        return any(kind.__module__.partition(".")[0] == "matplotlib" for kind in type(value).__mro__)
+        drawn = any(kind.__module__.partition(".")[0] == "matplotlib" for kind in type(value).__mro__)
+        return drawn or isinstance(value, DisplayHandle)
     return deep > 0 and len(members) <= MOST_DRAWN and any(_is_drawn(member, deep - 1) for member in members)
 
 
