@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import logging
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -273,6 +274,87 @@ def test_lines_of_a_handler_that_has_a_console_are_written_to_its_file(own, caps
     assert capsys.readouterr().out == "one\n"
 
 
+class Kept(logging.Handler):
+    """Keeps what it gets, as a user's class does."""
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def kept() -> Iterator[list[Kept]]:
+    """Two handlers of a logger, the second of them for errors alone."""
+    logger, handlers = logging.getLogger("mirror_nb_test"), [Kept(), Kept(logging.ERROR)]
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handlers
+    logger.setLevel(logging.NOTSET)
+    for handler in handlers:
+        logger.removeHandler(handler)
+
+
+def test_handlers_of_ones_own_class_get_what_the_first_replica_logs(two, kept):
+    def log() -> None:
+        logger = logging.getLogger("mirror_nb_test.part")
+        logger.debug("too little")
+        logger.info("%s of %d", torch.ones(1), 2, extra={"of_mine": torch.zeros(1)})
+        try:
+            {}["no such key"]
+        except KeyError:
+            logger.exception("an error")
+
+    two.run(log)
+    every, errors = kept
+    assert [record.getMessage() for record in every.records] == ["tensor([1.]) of 2", "an error"]
+    assert every.records[0].of_mine == "tensor([0.])"
+    assert [record.getMessage() for record in errors.records] == ["an error"]
+    assert (
+        logging.Formatter("%(name)s: %(message)s")
+        .format(errors.records[0])
+        .startswith("mirror_nb_test.part: an error\nTraceback")
+    )
+
+
+def test_handlers_of_ones_own_class_get_what_a_mirrored_cell_logs_and_nothing_is_shown_for_it(shell, capsys, kept):
+    shell.run_cell("%%mirrored\nimport logging\nlogging.getLogger('mirror_nb_test').info('in a cell')")
+    assert [record.getMessage() for record in kept[0].records] == ["in a cell"]
+    shown = capsys.readouterr()
+    assert "in a cell" not in shown.out + shown.err
+    assert "differing" not in shown.out
+
+
+def test_a_workers_lines_for_a_handler_of_ones_own_are_shown(two, kept, capfd):
+    def log() -> None:
+        process = multiprocessing.get_context("fork").Process(
+            target=lambda: logging.getLogger("mirror_nb_test").info("a line")
+        )
+        process.start()
+        process.join()
+
+    two.run(log)
+    assert kept[0].records == []
+    assert "a line" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("make", [lambda: logging.StreamHandler(sys.__stdout__), Kept], ids=["screen", "own class"])
+def test_a_handler_that_user_code_has_added_on_both_sides_gets_each_line_once(own, make):
+    before, logger, handler = current(), logging.getLogger("mirror_nb_test"), make()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    told = changes(before, current())
+    assert told is not None
+    follow(told)
+    assert logger.handlers == [handler]
+    logger.removeHandler(handler)
+    follow(told)
+    assert len(logger.handlers) == 1
+
+
 def test_a_log_file_that_is_written_anew_has_the_lines_of_both_sides(own, tmp_path):
     before, logger = current(), logging.getLogger("mirror_nb_test")
     handler = logging.FileHandler(tmp_path / "lines.log", mode="w")
@@ -371,6 +453,7 @@ def test_a_logger_that_a_replica_has_set_up_for_itself_stays(own):
     follow(told)
     assert mine.level == logging.DEBUG
     assert mine.handlers == [handler]
+    mine.removeHandler(handler)
 
 
 def test_what_libraries_log_to_they_set_up_by_themselves(own):

@@ -19,6 +19,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from mirror_nb.environment import log_lines
 from mirror_nb.environment.imported import when_imported
 
 # --------------------------------------------------------------------------- warnings
@@ -150,7 +151,7 @@ class Handler(NamedTuple):
     """Where a logger writes to."""
 
     to: str
-    # "stdout", "stderr" or a file's path.
+    # "stdout", "stderr" or a file's path; empty: to handlers that the other process alone has.
     level: int
     formatter: bytes | None
     # A pickle.
@@ -176,11 +177,10 @@ _OTHERS = (
     *("strobelight_function_profiler", "strobelight_compile_time_profiler"),
 )
 # Loggers that libraries and the kernel set up by themselves in each process, by the first part of their names.
-_STREAMS = {"stdout": "stdout", "stderr": "stderr", "<stdout>": "stdout", "<stderr>": "stderr"}
 
 
 def loggers() -> tuple[Logger, ...]:
-    """Return those that were set up; of handlers those that write to the screen or into a file."""
+    """Return those that were set up, with their handlers."""
     manager = logging.Logger.manager
     known = [("root", logging.root), *list(manager.loggerDict.items())]
     # Levels may be of a class of the user's, that of an enumeration.
@@ -200,8 +200,8 @@ def loggers() -> tuple[Logger, ...]:
             if logger.level != logging.NOTSET or logger.disabled:
                 found.append(Logger(name, int(logger.level), None, logger.disabled, ()))
             continue
-        handlers = (told for handler in logger.handlers if (told := _told(handler)) is not None)
-        one = Logger(name, int(logger.level), logger.propagate, logger.disabled, tuple(handlers), _filters_of(logger))
+        handlers, filters = _handlers_of(logger), _filters_of(logger)
+        one = Logger(name, int(logger.level), logger.propagate, logger.disabled, handlers, filters)
         if one != _fresh(name):
             found.append(one)
     return tuple(found)
@@ -211,7 +211,6 @@ def set_loggers(wanted: tuple[Logger, ...]) -> None:
     """Set these up, and those that were set up so before as in a new process; handlers of others stay."""
     set_up = {one.name: one for one in wanted}
     logging.disable(set_up.pop("").level if "" in set_up else logging.NOTSET)
-    # Another replica writes the same lines into the same file.
     first = os.environ.get("RANK", "0") == "0"
     _unset.clear()
     for name in sorted(_handlers.keys() | set_up.keys()):
@@ -233,7 +232,9 @@ def set_loggers(wanted: tuple[Logger, ...]) -> None:
             logger.addFilter(known)
             _filters.setdefault(name, []).append(known)
         if name in set_up:
-            made = (_made(told) for told in one.handlers if told.to in _STREAMS or first)
+            # User code that ran here and there may have added the same on both sides: lines would come twice.
+            own = _handlers_of(logger)
+            made = (_made(told, name, first) for told in one.handlers if told not in own)
             _handlers[name] = [handler for handler in made if handler is not None]
         for handler in _handlers.get(name, []):
             logger.addHandler(handler)
@@ -261,14 +262,21 @@ def _fresh(name: str) -> Logger:
     return Logger(name, logging.WARNING if name == "root" else logging.NOTSET, True, False, ())
 
 
+def _handlers_of(logger: logging.Logger) -> tuple[Handler, ...]:
+    told = [told for handler in logger.handlers if (told := _told(handler)) is not None]
+    levels = [int(handler.level) for handler in log_lines.handed_on(logger)]
+    # One for all of them.
+    return (*told, *([Handler("", min(levels), None, ())] if levels else []))
+
+
 def _told(handler: logging.Handler) -> Handler | None:
+    if not log_lines.writes(handler):
+        return None
     if isinstance(handler, logging.FileHandler):
         to = handler.baseFilename
         _append(handler.stream)
     else:
-        # Those of rich write to the file of a console: replicas to the same one, without its colours.
-        file = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
-        to = _STREAMS.get(getattr(file, "name", ""), "")
+        to = log_lines.screen(handler)
     if to in ("", os.devnull):
         return None
     formatter = None if handler.formatter is None else _pickled(handler.formatter)
@@ -310,9 +318,19 @@ _pickles: dict[int, tuple[Any, bytes | None]] = {}
 # Of formatters and filters: to make one takes longer than all else.
 
 
-def _made(told: Handler) -> logging.Handler | None:
+_SCREEN = ("stdout", "stderr")
+
+
+def _made(told: Handler, logger: str, first: bool) -> logging.Handler | None:
+    handler: logging.Handler
     try:
-        handler = logging.StreamHandler(getattr(sys, told.to)) if told.to in _STREAMS else logging.FileHandler(told.to)
+        if told.to in _SCREEN:
+            handler = logging.StreamHandler(getattr(sys, told.to))
+        elif not first:
+            # Another replica writes the same lines there. Without a handler Python would show them.
+            return logging.NullHandler()
+        else:
+            handler = logging.FileHandler(told.to) if told.to else log_lines.HandsOn(logger)
     except OSError as reason:
         warnings.warn(f"what replicas log does not go to {told.to}: {reason}", stacklevel=2)
         return None

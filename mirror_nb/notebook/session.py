@@ -25,7 +25,8 @@ from mirror_nb.collectives.base import name_of
 from mirror_nb.collectives.options import Communication
 from mirror_nb.collectives.options import chosen as choose
 from mirror_nb.devices import Device
-from mirror_nb.environment import modes
+from mirror_nb.environment import log_lines, modes
+from mirror_nb.environment.log_lines import Logged
 from mirror_nb.errors import PoolClosed, TransferError, UsageError
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Again, Bind, CommSent, Fetch, LoadModules, Reduces, RunCell, Source
@@ -471,6 +472,8 @@ class Session:
                     self._drop_proxy(message.content["comm_id"])
             if isinstance(message, Written):
                 files.take(replica_id, message)
+            elif isinstance(message, Logged):
+                log_lines.take(message)
             elif isinstance(message, Reduces):
                 self._reduce_by(message, dashboards)
             else:

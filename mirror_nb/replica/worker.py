@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mirror_nb import event_files
 from mirror_nb.channel import Channel, ChannelClosed
 from mirror_nb.collectives import process_group, sealed
-from mirror_nb.environment import surroundings
+from mirror_nb.environment import log_lines, surroundings
 from mirror_nb.errors import PeerFailed
 from mirror_nb.machine.cores import cores
 from mirror_nb.messages import (
@@ -241,6 +241,7 @@ class _Process:
         torch.set_num_threads(spec.threads)
         downloads.take_turns(spec.replica_id)
         event_files.hand_on(self._emit)
+        log_lines.hand_on(self._emit)
         # Not where replicas share cores: who looks would keep others from their work.
         self._awake = AWAKE_SECONDS if spec.num_replicas <= cores() else 0.0
         device = torch.device(spec.device)

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO, final
 
+from mirror_nb.environment import log_lines
+from mirror_nb.environment.log_lines import Logged
 from mirror_nb.event_files import EventFiles, Written
 from mirror_nb.messages import Note, Stream
 from mirror_nb.readable import writable
@@ -13,7 +15,7 @@ from mirror_nb.readable import writable
 
 @final
 class Listener:
-    """Shows what replicas print during a call, hands on what they note, and writes what they log for TensorBoard."""
+    """Shows what replicas print during a call, hands on what they note and log, and writes event files for them."""
 
     __slots__ = ("_files", "_on_note", "_replicas", "_unfinished")
 
@@ -32,6 +34,8 @@ class Listener:
             if self._files is None:
                 self._files = EventFiles(self._replicas)
             self._files.take(replica_id, message)
+        elif isinstance(message, Logged):
+            log_lines.take(message)
         elif isinstance(message, Stream):
             self._show(replica_id, message)
 
