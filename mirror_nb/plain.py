@@ -85,9 +85,9 @@ def copied(
         return NOT_PLAIN
 
 
-def is_plain(value: Any) -> bool:
-    """Whether `copied` returns a copy of a value."""
-    return _is_plain(value, ATOMS, _COLLECTIONS, FEW)
+def is_plain(value: Any, atoms: frozenset[type] = ATOMS) -> bool:
+    """Whether a value is of these and of collections of them, not too many: whether `copied` returns a copy of it."""
+    return _is_plain(value, atoms, _COLLECTIONS, FEW)
 
 
 def is_large(value: Any, atoms: frozenset[type]) -> bool:

@@ -103,6 +103,8 @@ LARGE = [
         ("import pandas; x = pandas.Series([1, 2])", "x[0] = 3", "x.tolist()"),
         ("import collections; x = collections.UserList([1])", "x.append(2)", "list(x)"),
         ("import string; x = string.Template('$a')", "x.template = '$b'", "x.template"),
+        ("import numpy; x = numpy.poly1d([1.0, 2.0])", "x.coeffs[0] = 5", "x(1.0)"),
+        ("x = torch.distributions.Normal(torch.zeros(2), torch.ones(2))", "x.loc += 1", "x.mean.tolist()"),
         ("import array; x = array.array('d', [1])", "x.append(2)", "x.tolist()"),
         ("import array; x = array.array('d', [1]) * 100_000", "x[7] = 2", "sum(x)"),
         (
@@ -724,6 +726,7 @@ def test_objects_that_hold_each_other_and_what_the_cell_has_made_stay_one_in_eac
         ("pandas.Series([1, 2], name='a')", "x.loc[2] = 3; x.name = 'b'", "x.tolist(), x.name"),
         ("string.Template('$a')", "x.template = '$b'; x.seen = [1]", "x.template, x.seen"),
         ("networkx.path_graph(3)", "x.remove_edge(0, 1); x.nodes[0]['a'] = 1", "list(x.edges), x.nodes[0]"),
+        ("torch.distributions.Normal(torch.zeros(2), torch.ones(2))", "x.loc += 1; x.of = 3", "x.loc.tolist(), x.of"),
         ("array.array('d', [1])", "x.append(2); x[0] = 3", "x.tolist()"),
     ],
 )

@@ -62,16 +62,16 @@ def _is_known(kind: type) -> bool:
 
 
 def _counts(value: object) -> bool:
-    """Whether a library's object has plain values for attributes, not too many, and pickle takes these alone.
+    """Whether a library's object has plain values, arrays and tensors for attributes, and pickle takes these alone.
 
-    A meter, say, settings, how to split. Not what data comes from: loaders tell of that.
+    A meter, say, settings, how to split, a running mean. Not what data comes from: loaders tell of that.
     """
     kind = type(value)
     if isinstance(value, (torch.utils.data.Dataset, torch.utils.data.Sampler)) or not kind.__dictoffset__:
         return False
     if not all(getattr(kind, name, None) is getattr(object, name, None) for name in PICKLING):
         return False
-    return plain.is_plain(vars(value))
+    return plain.is_plain(vars(value), _COUNTED)
 
 
 def has_settings(value: object) -> bool:
@@ -168,6 +168,10 @@ def alike(one: object, other: object) -> bool:
 
 
 UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None), range, torch.dtype, torch.device})
+_COUNTED: frozenset[type] = plain.ATOMS | {
+    *(np.ndarray, torch.Tensor, torch.Size, torch.dtype, torch.device),
+    *(np.float64, np.float32, np.int64, np.bool_),
+}
 _PLAIN_KINDS = (
     np.generic,
     decimal.Decimal,
