@@ -57,7 +57,10 @@ class Local:
 Local.__module__ = "__main__"
 
 
-@pytest.mark.parametrize("captured", [[], {}, object(), (1,), {"rate": 0.1}.get, Local, type("Made", (), {})])
+@pytest.mark.parametrize(
+    "captured",
+    [[], {}, object(), (1,), {"rate": 0.1}.get, Local, type("Made", (), {}), types.ModuleType("no_such_module")],
+)
 def test_what_may_change_in_place_is_pickled_each_time(functions, captured):
     function = reads(captured)
     functions.keep(function, PICKLE)

@@ -713,6 +713,33 @@ def test_objects_that_hold_each_other_and_what_the_cell_has_made_stay_one_in_eac
     assert (notebook.user_ns["same"], notebook.user_ns["config"].lr) == ([True] * 8, 7)
 
 
+def test_a_configuration_loaded_from_a_file_is_one_on_both_sides_with_what_its_functions_read(notebook, tmp_path):
+    (tmp_path / "configuration.py").write_text(
+        "rate = 1\nsizes = [1]\nclass Kind: pass\ndef both(): return rate, sizes\n"
+    )
+    notebook.here(
+        "import importlib.util\n"
+        "def load():\n"
+        f"    spec = importlib.util.spec_from_file_location('configuration', {str(tmp_path / 'configuration.py')!r})\n"
+        "    made = importlib.util.module_from_spec(spec)\n"
+        "    spec.loader.exec_module(made)\n"
+        "    return made\n"
+        "config = load()"
+    )
+    notebook.cell("found = config.both()")
+    notebook.here("config.rate = 2; config.sizes.append(2)")
+    notebook.cell("found = config.both(); config.rate = 3; kind = config.Kind()")
+    assert notebook.user_ns["found"] == (2, [1, 2])
+    notebook.here("seen = config.rate, config.both(), type(kind) is config.Kind")
+    assert notebook.user_ns["seen"] == (3, (3, [1, 2]), True)
+    notebook.cell("found = config.both()")
+    assert notebook.sent == []
+    notebook.cell("other = load()")
+    notebook.here("other.rate = 5")
+    notebook.cell("found = other.both()")
+    assert notebook.user_ns["found"] == (5, [1])
+
+
 @pytest.mark.parametrize("side", ["cell", "here"])
 @pytest.mark.parametrize(
     ("make", "change", "look"),

@@ -53,7 +53,7 @@ from mirror_nb.noticing.kinds import (
 from mirror_nb.noticing.levels import Kinds, Levels, Opener
 from mirror_nb.noticing.slots import own_attributes, slots_of
 from mirror_nb.noticing.streams import is_stream, place
-from mirror_nb.transfer.pickler import PYTHONS, Limited, TooLarge
+from mirror_nb.transfer.pickler import PYTHONS, Limited, TooLarge, is_nameless
 from mirror_nb.values import PerReplica
 
 WATCHED_BYTES = 1 << 16
@@ -128,6 +128,8 @@ def content(
     WATCHED_OBJECTS, if that is not told.
     `seen(obj)` is called with each object that is looked at and whose id is `sought`.
     """
+    if is_nameless(value):
+        value = {name: held for name, held in vars(value).items() if not name.startswith(PYTHONS)}
     if isinstance(value, np.ndarray) and value.nbytes > WATCHED_BYTES:
         state = digest(value, whole=large)
         return None if state is None else Content(state=state)

@@ -24,7 +24,7 @@ from mirror_nb.replica.changes import Changes, meant
 from mirror_nb.replica.held import Held
 from mirror_nb.replica.outgoing import MODULE_BYTES, PLAIN_BYTES, Fresh, Known, Outgoing, is_large, rebuilds
 from mirror_nb.tensors.sharded import WHY, has_sharded
-from mirror_nb.transfer.pickler import TooLarge
+from mirror_nb.transfer.pickler import TooLarge, is_nameless
 from mirror_nb.transfer.told import is_told, parameters_of
 
 
@@ -129,7 +129,7 @@ class Exporting:
 
     def export(self, name: str, value: object, handle: str, holding: Held) -> Export:
         """Return what travels of the value of a name; a network is new under `handle`."""
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType) and not is_nameless(value):
             return Imported(value.__name__)
         if not isinstance(value, nn.Module) or type(value) in weakref.ProxyTypes:
             told = (type(value), filling(value)) if name in self.changes.filled else value

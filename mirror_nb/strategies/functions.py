@@ -22,7 +22,7 @@ from mirror_nb.mirroring.handles import referring
 from mirror_nb.noticing.kinds import has_an_identity
 from mirror_nb.transfer.compiled import compiled_from
 from mirror_nb.transfer.payload import Payload
-from mirror_nb.transfer.pickler import global_names, is_of_process, travels_by_name
+from mirror_nb.transfer.pickler import global_names, is_nameless, is_of_process, travels_by_name
 
 _UNCHANGING = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis)),
@@ -82,6 +82,9 @@ def _found(known: object) -> object:
 def _unchanging(obj: object) -> bool:
     if is_of_process(obj):
         return True
+    if is_nameless(obj):
+        # It travels with what it holds, as no other module does.
+        return False
     if isinstance(obj, types.BuiltinFunctionType):
         # A method of a list changes with that.
         return not has_an_identity(obj)

@@ -5,6 +5,7 @@ Knows no tensors and no slab.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dis
 import enum
@@ -16,7 +17,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import cloudpickle
 import numpy as np
@@ -100,6 +101,11 @@ class Pickler(cloudpickle.Pickler):
             names = self._packages.setdefault(module, {})
             self.globals_ref.setdefault(id(names), _NamesOf(module))
             return super().reducer_override(with_globals(obj, names))
+        if is_nameless(obj):
+            # Its functions read its names there, too, and not copies of them.
+            self.globals_ref[id(vars(obj))] = _NamesIn(obj)
+            names = {name: held for name, held in vars(obj).items() if name != "__builtins__"}
+            return types.ModuleType, (obj.__name__,), names, None, None, _set_module
         if isinstance(obj, BaseException) and (made := reduce_raised(obj)) is not None:
             return made
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
@@ -188,6 +194,25 @@ class _NamesOf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _names_of, (self._module,)
+
+
+class _NamesIn:
+    """Stands for what functions of a module read that nobody can import."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return vars, (self._module,)
+
+
+def _set_module(module: types.ModuleType, names: dict[str, Any]) -> None:
+    vars(module).update(names, __builtins__=builtins)
+
+
+def is_nameless(value: object) -> TypeGuard[types.ModuleType]:
+    """Whether it is a module that nobody can import: made by hand, or loaded from a file as a configuration."""
+    return type(value) is types.ModuleType and vars(value).get("__name__") not in sys.modules
 
 
 def _names_of(module: str) -> dict[str, Any]:
