@@ -105,6 +105,7 @@ REPORTS = {
     "nothing is logged": ("logging", lambda: logging.disable(logging.ERROR)),
     "a logger is off": ("logging", lambda: setattr(logging.getLogger("mirror_nb_test"), "disabled", True)),
     "a logger by itself": ("logging", lambda: setattr(logging.getLogger("mirror_nb_test"), "propagate", False)),
+    "warnings are logged": ("logged warnings", lambda: logging.captureWarnings(True)),
     "tensors": ("tensors", lambda: torch.set_printoptions(precision=2, sci_mode=False)),
     "arrays": ("arrays", lambda: np.set_printoptions(precision=2, suppress=True)),
     "tables": ("tables", lambda: pandas.set_option("display.max_rows", 5, "display.float_format", "{:.1f}".format)),
@@ -272,6 +273,22 @@ def test_lines_of_a_handler_that_has_a_console_are_written_to_its_file(own, caps
     follow(told)
     logger.error("one")
     assert capsys.readouterr().out == "one\n"
+
+
+def test_names_of_levels_are_as_there(own, monkeypatch):
+    before = current()
+    monkeypatch.setattr(logging, "_levelToName", dict(logging._levelToName))
+    monkeypatch.setattr(logging, "_nameToLevel", dict(logging._nameToLevel))
+    logging.addLevelName(25, "NOTICE")
+    logging.addLevelName(logging.WARNING, "careful")
+    told = changes(before, current())
+    monkeypatch.undo()
+    assert told is not None
+    assert told.others == {"levels": {"NOTICE": 25, "careful": logging.WARNING}}
+    monkeypatch.setattr(logging, "_levelToName", dict(logging._levelToName))
+    monkeypatch.setattr(logging, "_nameToLevel", dict(logging._nameToLevel))
+    follow(told)
+    assert (logging.getLevelName(25), logging.getLevelName(logging.WARNING)) == ("NOTICE", "careful")
 
 
 class Kept(logging.Handler):

@@ -343,6 +343,26 @@ def _made(told: Handler, logger: str, first: bool) -> logging.Handler | None:
     return handler
 
 
+_LEVELS = frozenset({"CRITICAL", "FATAL", "ERROR", "WARNING", "WARN", "INFO", "DEBUG", "NOTSET"})
+# Their names by Python.
+
+
+def level_names() -> dict[str, int]:
+    """Return the levels that user code has given names."""
+    return {name: level for name, level in logging.getLevelNamesMapping().items() if name not in _LEVELS}
+
+
+def set_level_names(wanted: dict[str, int]) -> None:
+    """Give levels these names, too."""
+    for name, level in wanted.items():
+        logging.addLevelName(level, name)
+
+
+def logs_warnings() -> bool:
+    """Whether warnings are logged, by `logging.captureWarnings`."""
+    return getattr(logging, "_warnings_showwarning", None) is not None
+
+
 # --------------------------------------------------------------------------- print options
 
 _TENSORS = ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import operator
 import os
 import re
@@ -58,6 +59,8 @@ _ATTRIBUTES: dict[str, Any] = {
 _OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
     "warnings": (reporting.filters, reporting.set_filters, ()),
     "logging": (reporting.loggers, reporting.set_loggers, ()),
+    "levels": (reporting.level_names, reporting.set_level_names, {}),
+    "logged warnings": (reporting.logs_warnings, logging.captureWarnings, False),
     "tensors": (reporting.tensor_options, reporting.set_tensor_options, (4, 1000, 3, 80, None)),
     "seeds": (seeds.seeded, seeds.seed_alike, {}),
     # Before those that are loaded anew: their variables begin anew with that.
