@@ -50,3 +50,11 @@ def test_what_plot_returns_at_the_end_of_a_cell_is_one_list(run):
 def test_a_figure_that_comes_from_a_mirrored_cell_is_shown_as_a_picture_in_the_notebook(run, shell):
     run("%%mirrored --quiet\nfrom matplotlib.figure import Figure\nmade = Figure(); made.subplots()")
     assert [data.keys() >= {"image/png"} for data in shown(shell, "display(made)")] == [True]
+
+
+def test_display_that_an_ordinary_cell_has_imported_is_that_of_a_mirrored_one(run, shell):
+    # IPython puts it among Python's own names, too.
+    run("from IPython.display import display\ndef show(x): display(x)")
+    assert [data["text/plain"] for data in shown(shell, "%%mirrored --quiet\nshow(1); display(2)")] == ["1", "2"]
+    run("%%mirrored --quiet\nfrom IPython.display import display as again")
+    assert run("again is display")

@@ -142,7 +142,9 @@ class Pickler(cloudpickle.Pickler):
             return self._bare.get(id(obj))
         if getattr(obj, "__dict__", True) or kind.__reduce_ex__ is not object.__reduce_ex__:
             return None
-        own = getattr(sys.modules.get(kind.__module__), "__dict__", {}) if kind.__module__ != "__main__" else {}
+        # A function is Python's kind, and found by its own name: IPython has its `display` among the builtins.
+        others = kind.__module__ not in ("__main__", "builtins")
+        own = getattr(sys.modules.get(kind.__module__), "__dict__", {}) if others else {}
         found = next((name for name, value in tuple(own.items()) if value is obj), None)
         if found is None or any(part is not None for part in obj.__reduce_ex__(2)[2:]):
             return None
