@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -628,6 +629,25 @@ def test_what_a_console_cannot_show_costs_no_run(monkeypatch):
     assert console.buffer.getvalue() == b"[replica 1] voil\\xe0\n"  # type: ignore[attr-defined]
     monkeypatch.setattr(sys, "stdout", None)
     Listener(lambda value: None, range(2)).take(1, Stream("stdout", "a program without a console\n"))
+
+
+def test_what_a_function_displays_is_displayed_in_a_notebook_and_printed_elsewhere(two, capsys, monkeypatch):
+    def show() -> None:
+        from IPython.display import clear_output, display
+
+        clear_output(wait=True)
+        handle = display("first", display_id="of mine")
+        handle.update("second")
+
+    two.run(show)
+    assert capsys.readouterr().out == "'first'\n'second'\n"
+    shell = mock.Mock()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    two.run(show)
+    assert capsys.readouterr().out == ""
+    assert [name for name, _, _ in shell.display_pub.method_calls] == ["clear_output", "publish", "publish"]
+    assert [call.kwargs["update"] for call in shell.display_pub.publish.call_args_list] == [False, True]
+    assert shell.display_pub.publish.call_args.args[0]["text/plain"] == "'second'"
 
 
 def test_a_result_that_cannot_be_opened_here_leaves_no_descriptor(two):

@@ -9,7 +9,7 @@ from typing import Any, TextIO, final
 from mirror_nb.environment import log_lines
 from mirror_nb.environment.log_lines import Logged
 from mirror_nb.event_files import EventFiles, Written
-from mirror_nb.messages import Note, Stream
+from mirror_nb.messages import ClearOutput, Display, Note, Stream
 from mirror_nb.readable import writable
 
 
@@ -38,6 +38,8 @@ class Listener:
             log_lines.take(message)
         elif isinstance(message, Stream):
             self._show(replica_id, message)
+        elif isinstance(message, Display | ClearOutput) and not replica_id:
+            self._display(message)
 
     def _show(self, replica_id: int, message: Stream) -> None:
         """Show what a replica printed: replica 0's as it is, the others' with their number before each line."""
@@ -52,6 +54,18 @@ class Listener:
         if replica_id:
             lines = [line if goes_on and not i else f"[replica {replica_id}] {line}" for i, line in enumerate(lines)]
         stream.write(writable("".join(lines), stream))
+
+    def _display(self, message: Display | ClearOutput) -> None:
+        """Show what replica 0 displayed: in a notebook as its own display, elsewhere as text."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if shell is None:
+            if isinstance(message, Display) and "text/plain" in message.data:
+                self._show(0, Stream("stdout", f"{message.data['text/plain']}\n"))
+        elif isinstance(message, Display):
+            shown = message.data, message.metadata
+            shell.display_pub.publish(*shown, transient=message.transient, update=message.update)
+        else:
+            shell.display_pub.clear_output(message.wait)
 
     def close(self) -> None:
         """Close the files of TensorBoard's that it has opened."""
