@@ -1132,3 +1132,20 @@ def test_what_was_distributed_is_distributed_once():
     assert ReplicaDataset.of(dealt, own) is dealt
     with pytest.raises(UsageError, match="made by a function: give it its options where it is made"):
         ReplicaDataset.of(dealt, own, shuffle=True)
+    for_all = ControllerFunctionDataset(loader_of_10, num_replicas=2)
+    assert ControllerDataset.of(for_all, 2) is for_all
+    for asked in ({"num_replicas": 3}, {"num_replicas": 2, "options": InputOptions(prefetch=1)}):
+        with pytest.raises(UsageError, match=r"made by a function: .* have each strategy make its own"):
+            ControllerDataset.of(for_all, **asked)
+
+
+def test_arrays_that_were_distributed_are_cut_as_before_with_other_options_or_by_another_strategy():
+    own, source, ahead = Replicas(2).input(0), torch.arange(9), InputOptions(prefetch=1)
+    one = ReplicaDataset.of(source, own, batch_size=4, drop_last=True)
+    assert len(ReplicaDataset.of(one, own, ahead)) == len(ReplicaDataset.of(one, Replicas(2).input(1))) == 2
+    theirs = ControllerDataset.of(source, 2, batch_size=4, drop_last=True)
+    assert len(ControllerDataset.of(theirs, 2, ahead)) == 2
+    assert parts(next(iter(ControllerDataset.of(theirs, 4)))) == [[0], [1], [2], [3]]
+    # Who asks for another cut says all of it.
+    with pytest.raises(UsageError, match="need `batch_size`"):
+        ControllerDataset.of(theirs, 2, shuffle=True)

@@ -178,6 +178,10 @@ class _Asked:
         """How arrays are cut into batches."""
         return {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
+    def anew(self, cutting: dict[str, Any]) -> dict[str, Any]:
+        """Return how to cut what was distributed so, and is once more: likewise, where nothing else is asked for."""
+        return self.cutting if _Asked(**cutting) == _NO_OPTIONS else cutting
+
     def serves(self, options: InputOptions | None, **cutting: Any) -> bool:
         """Whether what was distributed so serves who asks for this: for nothing else, or for the same once more."""
         return _Asked(_options(options), **cutting) in (_NO_OPTIONS, self)
@@ -316,14 +320,16 @@ class DistributedDataset(Distributed, ABC):
 class _OfController(DistributedDataset, ABC):
     """What `run` takes in each step, made here of whole batches."""
 
-    _options: InputOptions
+    source: Any
+    _asked: _Asked
+    _num_replicas: int
     _batches: GlobalBatches
 
     @abstractmethod
     def _steps(self, batches: Generator[Share, None, None]) -> Iterator[Any]: ...
 
     def __iter__(self) -> DistributedIterator:
-        steps, prefetch = self._steps(iter(self._batches)), self._options.prefetch
+        steps, prefetch = self._steps(iter(self._batches)), self._asked.options.prefetch
         return DistributedIterator(ahead(steps, prefetch) if prefetch else steps, lambda: self.element_spec)
 
     def __reduce__(self) -> Any:
@@ -348,19 +354,25 @@ class ControllerDataset(_OfController):
     def __init__(self, source: Any, *, num_replicas: int, options: InputOptions | None = None, **cutting: Any) -> None:
         self.source = source
         self._asked = _Asked(_options(options), **cutting)
-        self._options = self._asked.options
         self._num_replicas = num_replicas
         self._warned = False
         # Of batches that cannot be cut.
         self._batches = GlobalBatches(source, num_replicas=num_replicas, cut=True, **self._asked.cutting)
 
     @classmethod
-    def of(cls, source: Any, num_replicas: int, options: InputOptions | None = None, **cutting: Any) -> Self:
-        """Return the batches of a source; of one that was distributed already itself, unless it is to be otherwise."""
-        if isinstance(source, ControllerDataset):
+    def of(
+        cls, source: Any, num_replicas: int, options: InputOptions | None = None, **cutting: Any
+    ) -> DistributedDataset:
+        """Return the batches of a source; of one that was distributed already itself, unless it is to be otherwise.
+
+        Raises UsageError for options of one that a function has made.
+        """
+        if isinstance(source, _OfController):
             if source._num_replicas == num_replicas and source._asked.serves(options, **cutting):
                 return source
-            source = source.source
+            if source._asked.dealt:
+                raise _made_by_a_function()
+            source, cutting = source.source, source._asked.anew(cutting)
         if isinstance(source, _InReplicas):
             raise source.elsewhere()
         return cls(source, num_replicas=num_replicas, options=options, **cutting)
@@ -419,7 +431,7 @@ class ControllerFunctionDataset(_OfController):
     def __init__(
         self, dataset_fn: Callable[[InputContext], Any], *, num_replicas: int, options: InputOptions | None = None
     ) -> None:
-        self._options = _options(options)
+        self._asked = _Asked(_options(options), dealt=True)
         self._num_replicas = num_replicas
         self._made = _made_by(dataset_fn, num_replicas)
         self.source = _given(self._made)
@@ -520,8 +532,8 @@ class ReplicaDataset(DistributedDataset):
             if source._replica is replica and source._asked.serves(options, **cutting):
                 return source
             if source._asked.dealt:
-                raise UsageError("this dataset was made by a function: give it its options where it is made")
-            source = source.source
+                raise _made_by_a_function()
+            source, cutting = source.source, source._asked.anew(cutting)
         if isinstance(source, _InController):
             raise _of_the_controller()
         if isinstance(source, _InReplicas):
@@ -604,6 +616,13 @@ def _distributed(made: Any, asked: _Asked) -> ReplicaDataset | _InReplicas:
 
 
 # ---- what a dataset_fn returns ------------------------------------------------------------------------
+
+
+def _made_by_a_function() -> UsageError:
+    return UsageError(
+        "this dataset was made by a function: give it its options where it is made, and have each strategy make its "
+        "own"
+    )
 
 
 def _made_by(dataset_fn: Callable[[InputContext], Any], num_replicas: int) -> DataLoader[Any]:
