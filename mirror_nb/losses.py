@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mirror_nb.errors import ContextError, UsageError, users_level
 from mirror_nb.strategies.context import get_strategy, has_strategy, in_cross_replica_context
+from mirror_nb.values import mean, wide
 
 
 def compute_average_loss(
@@ -42,9 +43,10 @@ def compute_average_loss(
         global_batch_size = losses.shape[0] * get_strategy().num_replicas_in_sync
     size = _size(global_batch_size)
     _check_reduction(losses, "compute_average_loss divides by the global batch size", "take a plain mean loss")
-    total = losses.sum()
+    # A sum of half floats need not fit where the mean does.
+    total = losses.sum(dtype=wide(losses.dtype))
     # No examples: 0, with its gradient, where 0 / 0 would be NaN.
-    return total / size if size else total * 0
+    return mean(total if size else total * 0, size or 1, losses.dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Tensor:

@@ -60,6 +60,14 @@ def test_no_examples_give_a_loss_of_0_and_gradients_of_0():
     assert weight.grad == 0
 
 
+def test_a_mean_of_half_floats_is_one_although_their_sum_does_not_fit():
+    losses = torch.full((100,), 1000.0, dtype=torch.float16, requires_grad=True)
+    mean = compute_average_loss(losses, global_batch_size=100)
+    mean.backward()
+    assert mean.dtype is losses.grad.dtype is torch.float16
+    torch.testing.assert_close((mean, losses.grad), (losses.detach().mean(), torch.full_like(losses, 0.01)))
+
+
 @pytest.mark.usefixtures("replica")
 def test_a_regularization_loss_is_divided_by_the_replicas():
     assert scale_regularization_loss(torch.tensor([1.0, 2.0])) == 1.5
