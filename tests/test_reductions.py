@@ -217,6 +217,17 @@ def test_the_order_of_keys_makes_no_difference():
         assert grouped["b"] == kind(c=1, d=2)
 
 
+def test_names_of_as_many_examples_as_each_replica_has_are_a_value_of_each():
+    uneven = [{"ids": ["a", "b"], "x": 1, "of": ["q"]}, {"x": 1, "of": ["q"], "ids": ["c"]}]
+    joined = regroup(uneven)
+    assert joined["ids"].values == (["a", "b"], ["c"])
+    assert (joined["x"], joined["of"]) == (1, ["q"])
+    assert local_parts(joined, 2) == tuple(uneven)
+    assert regroup([(b"a", b"b"), ()]).values == ((b"a", b"b"), ())
+    # As many on each: item by item, as any list.
+    assert regroup([["a", "b"], ["a", "c"]])[1].values == ("b", "c")
+
+
 @pytest.mark.parametrize(
     ("first", "second", "shown"),
     [

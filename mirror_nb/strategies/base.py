@@ -135,8 +135,9 @@ class Strategy(ABC):
         """Call `fn(*args, **kwargs)` on every replica and return its results.
 
         Of a PerReplica in the arguments, at any depth of tuples, lists and dicts, each replica gets its part. In the
-        controller the results come back as a nest of PerReplica, one a leaf, and a Variable that `fn` has made as one
-        MirroredVariable or SyncOnReadVariable; in a replica as they are. With one replica there is no PerReplica.
+        controller the results come back as a nest of PerReplica, one a leaf (a list of strings is one where they are
+        more on one replica than on another), and a Variable that `fn` has made as one MirroredVariable or
+        SyncOnReadVariable; in a replica as they are. With one replica there is no PerReplica.
         `options` are tf.distribute's, and change nothing.
 
         Raises UsageError where `fn` is async or `args` no tuple or list, and where the replicas' results differ in

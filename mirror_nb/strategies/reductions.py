@@ -257,7 +257,8 @@ def regroup(results: Sequence[Any], join: Callable[[Sequence[Any]], Any] | None 
     """Return the nest of PerReplica that the replicas' `results`, nests of equal structure, make together.
 
     A leaf that is the same object, or an equal immutable Python value (None, a number, a string, …), on all
-    replicas stays that one; tensors and everything else become a PerReplica. With one replica its result.
+    replicas stays that one; tensors and everything else become a PerReplica, lists of strings that differ in length
+    too. With one replica its result.
     `join` makes one Variable of those that all replicas have made and returned.
     Source: tf.distribute's `regroup`. Raises UsageError that shows two structures that differ.
     """
@@ -266,11 +267,28 @@ def regroup(results: Sequence[Any], join: Callable[[Sequence[Any]], Any] | None 
         return _group(results, join) if len(results) > 1 else results[0]
     if len(results) == 1:
         return results[0] if join is None else _replaced(results[0], is_component, lambda own: join([own]))
-    flat, specs = zip(*(pytree.tree_flatten(result, is_leaf=is_whole) for result in results), strict=True)
+    flat, specs = _flattened(results, is_whole)
     if any(spec != specs[0] for spec in specs[1:]):
         ordered = [_ordered_like(results[0], result, i, results) for i, result in enumerate(results)]
-        flat = tuple(pytree.tree_leaves(result, is_leaf=is_whole) for result in ordered)
+        flat, specs = _flattened(ordered, is_whole)
+        if any(spec != specs[0] for spec in specs[1:]):
+            flat, specs = _flattened(ordered, _is_whole_or_names)
     return pytree.tree_unflatten([_group(leaves, join) for leaves in zip(*flat, strict=True)], specs[0])
+
+
+def _flattened(nests: Sequence[Any], is_leaf: Callable[[Any], bool]) -> tuple[Sequence[list[Any]], Sequence[Any]]:
+    """Return the leaves of each nest, and how each is made of them."""
+    flat, specs = zip(*(pytree.tree_flatten(nest, is_leaf=is_leaf) for nest in nests), strict=True)
+    return flat, specs
+
+
+def _is_whole_or_names(node: Any) -> bool:
+    return is_whole(node) or _lists_names(node)
+
+
+def _lists_names(node: Any) -> bool:
+    """Whether it is a list of strings, of which replicas have as many as they have examples."""
+    return type(node) in (list, tuple) and all(isinstance(item, str | bytes) for item in node)
 
 
 def is_whole(node: Any) -> bool:
@@ -445,7 +463,8 @@ def _group(leaves: Sequence[Any], join: Callable[[Sequence[Any]], Any] | None) -
     if join is not None and all(map(is_component, leaves)):
         return join(leaves)
     same = all(leaf is first for leaf in leaves) or (
-        _is_immutable(first) and all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves)
+        (_is_immutable(first) or _lists_names(first))
+        and all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves)
     )
     return first if same and not isinstance(first, np.ndarray) else PerReplica(leaves)
 
@@ -464,7 +483,7 @@ def _ordered_like(first: Any, other: Any, replica_id: int, results: Sequence[Any
     """Return `other` with the keys of its dicts in the order of `first`'s. Raises UsageError where they differ."""
     ours, spec = _children(first)
     theirs, kind = _children(other)
-    if spec is None and kind is None:
+    if (spec is None and kind is None) or (_lists_names(first) and _lists_names(other)):
         return other
     if isinstance(first, Mapping) and type(first) is type(other) and first.keys() == other.keys():
         theirs = [other[key] for key in first]
