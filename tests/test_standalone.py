@@ -142,6 +142,34 @@ def test_several_strategies_in_a_script_have_one_place_and_another_kind_may_stan
         assert found == [1, 2, 3, 1.5, 1.5, 3.0, mixing, 2.0, 1, 0, False, "closed"]
 
 
+ONE_AFTER_THE_OTHER = """
+import os, sys
+import torch
+import torch.distributed as dist
+import mirror_nb as mnb
+
+found = []
+for i in range(4):
+    with mnb.MirroredStrategy() as strategy:
+        found.append(strategy.reduce("sum", torch.tensor(i + strategy.replica_id)).item())
+dist.init_process_group("gloo")
+found.append(dist.get_world_size())
+print(found)
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    file.write(repr(found))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_script_may_close_its_strategy_and_make_another_one_and_then_a_group_of_its_own(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ONE_AFTER_THE_OTHER)
+    launch([sys.executable, str(script), str(tmp_path)], 2, {})
+    for rank in "01":
+        assert ast.literal_eval((tmp_path / rank).read_text()) == [1, 3, 5, 7, 2]
+
+
 SUMS = """
 import json, os, sys
 import torch

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
+import itertools
 import os
 import re
 import sys
@@ -18,6 +20,7 @@ from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -35,6 +38,8 @@ from mirror_nb.tensors.batch_norms_of_shares import BatchNormsOfShares
 from mirror_nb.tensors.sharded import is_sharded
 from mirror_nb.transfer.pickler import label_class
 
+_groups = itertools.count()
+# By which the processes number the groups that they make, all alike.
 REST_SECONDS = 2.0
 # At the end of a process.
 _LOOK_SECONDS = 0.005
@@ -108,7 +113,10 @@ def standalone(seed: int = 0) -> Standalone:
     device = _device(_number("LOCAL_RANK", replica_id))
     joined = dist.is_initialized()
     if not joined:
-        dist.init_process_group("gloo" if device.type == "cpu" else None)
+        # Of a name of its own: a store in which a group has met before gives the next one that one's addresses.
+        store = dist.PrefixStore(f"mirror_nb/{next(_groups)}", _meeting_place())
+        backend = "gloo" if device.type == "cpu" else None
+        dist.init_process_group(backend, store=store, rank=replica_id, world_size=num_replicas)
     if device.type == "cpu":
         # A script seldom closes its strategy.
         atexit.register(_let_gloo_rest if joined else _leave)
@@ -173,6 +181,13 @@ def _in_wrappers() -> set[int]:
     kinds = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
     wrappers: list[Any] = [obj for obj in gc.get_objects() if issubclass(type(obj), kinds)]
     return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
+
+
+@functools.cache
+def _meeting_place() -> dist.Store:
+    """Return the store in which a launcher's processes find each other; kept, for one of them may serve it."""
+    store: dist.Store = next(rendezvous("env://"))[0]
+    return store
 
 
 def _number(name: str, default: Any = None) -> int:
