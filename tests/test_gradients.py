@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import random
 import sys
@@ -535,6 +536,97 @@ def sum_of_gradients(r: Replica, recipe: Callable[[Replica], Any]) -> Any:
 
 
 # ---------------------------------------------------------------- what users rely on
+
+
+def made_late(weight: Tensor) -> torch.optim.Optimizer:
+    return torch.optim.SGD([weight], 1.0)
+
+
+def put_late(weight: Tensor) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    optimizer.param_groups[0]["params"][0] = weight
+    return optimizer
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("shares", [(1, 1), (3, 1), (4, 0)])
+@pytest.mark.parametrize("have", [made_late, put_late])
+def test_a_tensor_that_an_optimizer_gets_after_the_backward_pass_is_trained_by_all_replicas_gradients(
+    two: Crew, have: Callable[[Tensor], torch.optim.Optimizer], shares: tuple[int, int], sparse: bool
+) -> None:
+    def look(r: Replica) -> list[list[float]]:
+        with r.scope:
+            weight = torch.zeros(3, 1, requires_grad=True)
+            optimizer, seen = None, []
+            for _ in range(2):
+                r.gradients.set_shares(shares[r.id], sum(shares))
+                # The mean over no examples is NaN.
+                scale = r.id + 1.0 if shares[r.id] else math.nan
+                (F.embedding(torch.tensor([r.id]), weight, sparse=sparse) * scale).sum().backward()
+                optimizer = optimizer or have(weight)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(weight.flatten().tolist())
+            return seen
+
+    first, second = two.run(look)
+    parts = [share / sum(shares) for share in shares]
+    assert first == second == [[-n * parts[0], -n * 2 * parts[1], 0] for n in (1, 2)]
+
+
+def test_an_optimizer_that_is_made_late_steps_by_a_replicas_own_gradients_where_nothing_is_synchronised(
+    two: Crew,
+) -> None:
+    def look(r: Replica) -> list[float]:
+        with r.scope:
+            weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+            for own, weight in enumerate(weights):
+                (weight * (r.id + 1.0)).sum().backward()
+                r.gradients.enabled = not own
+                optimizer = torch.optim.SGD([weight], 1.0)
+                if own == 0:
+                    weight.grad = None
+                    with r.gradients.no_sync():
+                        (weight * (r.id + 1.0)).sum().backward()
+                optimizer.step()
+            return [float(weight) for weight in weights]
+
+    assert two.run(look) == [[-1.0, -1.0], [-2.0, -2.0]]
+
+
+def test_a_gradient_of_before_that_is_cleared_is_in_no_step_of_an_optimizer_that_is_made_late(two: Crew) -> None:
+    def look(r: Replica) -> float:
+        with r.scope:
+            weight = torch.zeros(1, requires_grad=True)
+            (weight * 100.0).sum().backward()
+            optimizer = torch.optim.SGD([weight], 1.0)
+            optimizer.zero_grad()
+            (weight * (r.id + 1.0)).sum().backward()
+            optimizer.step()
+            return float(weight)
+
+    assert two.run(look) == [-1.5, -1.5]
+
+
+def test_an_error_as_an_optimizer_that_is_made_late_steps_leaves_training_as_it_is(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        with r.scope:
+            weight = torch.zeros(2, requires_grad=True)
+            weight.sum().backward()
+            agree, r.gradients._agreement.agree = r.gradients._agreement.agree, failing
+            optimizer = torch.optim.SGD([weight], 1.0)
+            with pytest.raises(OSError, match="gone"):
+                optimizer.step()
+            r.gradients._agreement.agree = agree
+            optimizer.zero_grad()
+            (weight * (r.id + 1.0)).sum().backward()
+            optimizer.step()
+            return weight.tolist()
+
+    def failing(*_: object) -> None:
+        raise OSError("gone")
+
+    assert two.run(look) == [[-1.5, -1.5]] * 2
 
 
 def test_autograd_grad_stays_local_and_leaves_gradients_alone(two: Crew) -> None:

@@ -116,19 +116,19 @@ class GradientSynchronizer:
 
     # What takes part
 
-    def track(self, parameter: nn.Parameter, name: str, module: nn.Module | None = None) -> None:
+    def track(self, parameter: nn.Parameter, name: str, module: nn.Module | None = None) -> bool:
         """Synchronise `parameter` from now on; twice is once. Frozen parameters count when they are unfrozen.
 
         `name` says what it is ("Linear.weight"), alike on every replica; the same name may come many times. `module`
-        is what has it.
+        is what has it. Returns whether it has a gradient of before, for `catch_up`.
         """
         if self.num_replicas == 1 or self._agreement.find(parameter) is not None:
-            return
+            return False
         tracked = Tracked(self, parameter, name, self._agreement.new_ordinal(name), module)
         # Lazy parameters refuse hooks through torch's function protocol; they keep them when they get values.
         with torch._C.DisableTorchFunctionSubclass():
             if not (parameter.is_floating_point() or parameter.is_complex()):
-                return
+                return False
             wanted = parameter.requires_grad
             parameter.requires_grad_(True)
             parameter.register_hook(tracked.before_accumulation)
@@ -136,6 +136,7 @@ class GradientSynchronizer:
             parameter.requires_grad_(wanted)
         self._agreement.add(tracked, parameter)
         self.hooked(parameter)
+        return parameter.grad is not None
 
     def hooked(self, parameter: Tensor) -> None:
         """Have hooks that others registered for an accumulated gradient wait until it is that of all replicas."""
@@ -243,6 +244,31 @@ class GradientSynchronizer:
         self.before_backward()
         self._round = self._new_round(lambda: self)
         self._end(self._round)
+
+    def catch_up(self, parameters: Iterable[Tensor]) -> None:
+        """Reduce the gradients of a backward pass after which alone these were tracked; every replica calls it.
+
+        What was reduced since stays as it is. Raises as backward() does.
+        """
+        if self.weight is None:
+            return
+        self._meet_group()
+        found = [tracked for tracked in map(self._agreement.find, parameters) if tracked is not None]
+        found = [tracked for tracked in found if tracked.number is None]
+        if not found:
+            return
+        late = [tracked for tracked in found if tracked not in self._unreduced and tracked.weigh_anew()]
+        limited = nullcontext() if self._ops is None else self._ops.limited()
+        try:
+            with limited, torch.no_grad():
+                new, _ = self._agreement.agree(late, ())
+                sparse = [number for number in sorted(new) if self._agreement.agreed[number].sparse]
+                self._reduce_late(new - set(sparse))
+                if sparse:
+                    self._reduce_sparse(sparse)
+        except BaseException:
+            self._buffers.renew()
+            raise
 
     def reset(self) -> None:
         """Forget everything in flight, after an abort or an error."""

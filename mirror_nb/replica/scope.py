@@ -80,6 +80,8 @@ class Scope:
         self._watch: RemovableHandle | None = None
         self._groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, Groups] = weakref.WeakKeyDictionary()
         # What optimizers have, as far as it is tracked.
+        self._late: set[weakref.ref[torch.optim.Optimizer]] = set()
+        # Some of that has had a gradient before it was tracked.
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         # On the CPU still, since their modules were under construction.
         self._waiting: list[Tensor] = []
@@ -170,6 +172,8 @@ class Scope:
 
         In others it may have cut them by the order of its first backward pass already, or have been stopped in one.
         """
+        # A process that is new has none of before.
+        self._late.clear()
         for wrapper in list(self._wrappers):
             # What a failed constructor left has none; torch cannot make another one of what has a group of its own.
             if "reducer" in wrapper.__dict__ and wrapper.process_group is dist.group.WORLD:
@@ -242,7 +246,7 @@ class Scope:
         yield Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized)
         # What is put into a group that is there takes neither way: larger parameters, with more points, say.
         yield Replaced(torch.optim.Optimizer, "zero_grad", before=self._look_for_others)
-        yield register_optimizer_step_pre_hook(self._look_for_others)
+        yield register_optimizer_step_pre_hook(self._step_begins)
         # Copies and unpickled optimizers add no groups.
         yield Replaced(torch.optim.Optimizer, "__setstate__", after=self._optimizer_restored)
         # Optimizers that step within the backward pass would step by this replica's gradients alone.
@@ -333,6 +337,12 @@ class Scope:
         if groups is not None and not groups.are(optimizer):
             self.adopt_optimizer(optimizer)
 
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._look_for_others(optimizer)
+        if self._late and not tracing() and weakref.ref(optimizer) in self._late:
+            self._late.discard(weakref.ref(optimizer))
+            self._gradients.catch_up(parameters_of(optimizer))
+
     def _optimizer_restored(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         # One that is around another has none of its own.
         if "param_groups" in vars(optimizer):
@@ -341,7 +351,9 @@ class Scope:
     def _track_all(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
         for tensor in group["params"]:
             if tensor.is_leaf and not is_sharded(tensor):
-                self._gradients.track(tensor, f"{type(optimizer).__name__}'s parameter")
+                name = f"{type(optimizer).__name__}'s parameter"
+                if self._gradients.track(tensor, name):
+                    self._late.add(weakref.ref(optimizer, self._late.discard))
 
     def _hooked(self, tensor: Tensor, *_: object, **__: object) -> None:
         self._gradients.hooked(tensor)
