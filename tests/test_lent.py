@@ -312,6 +312,45 @@ def test_an_optimizer_around_another_one_need_not_be_made_by_torchs_constructor(
     torch.testing.assert_close(state(run), on_one_device(shell, THERE, "optimizer.param_groups[0]['lr'] = 0.5", THERE))
 
 
+SLOW = """
+import collections
+class Slow(torch.optim.Optimizer):
+    def __init__(self, fast, own):
+        self.fast, self.param_groups, self.defaults, self.own = fast, fast.param_groups, fast.defaults, own
+        self.state = collections.defaultdict(dict)
+        torch.optim.Optimizer.__setstate__(self, {})
+    def step(self, closure=None):
+        self.fast.step(closure)
+        for parameter in self.param_groups[0]['params']:
+            slow = self.state[parameter].setdefault('slow', torch.zeros_like(parameter))
+            parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
+    def state_dict(self):
+        fast, slow = self.fast.state_dict(), dict(enumerate(self.state.values()))
+        return {**fast, 'slow': slow} if self.own else {'fast': fast, 'slow': slow}
+    def load_state_dict(self, told):
+        fast = told if self.own else told['fast']
+        self.fast.load_state_dict(fast)
+        for parameter, slow in zip(self.param_groups[0]['params'], told['slow'].values()):
+            self.state[parameter] = slow
+        self.param_groups = self.fast.param_groups
+"""
+LOADS = """
+saved = copy.deepcopy(optimizer.state_dict())
+for part in saved['slow'].values(): part['slow'] *= 3
+optimizer.load_state_dict(saved)
+"""
+
+
+@pytest.mark.parametrize("change", ["", "optimizer.param_groups[0]['lr'] = 0.5", LOADS])
+@pytest.mark.parametrize("own", [False, True], ids=["in a form of its own", "with more than torch's"])
+def test_an_optimizer_may_tell_its_state_as_it_likes(shell, run, request, own, change):
+    around = f"{SLOW}\noptimizer = Slow(optimizer, {own})\n"
+    run(("%%mirrored\n" if "mirrored" in request.node.name else "") + around)
+    for cell in (THERE, change, THERE):
+        run(cell)
+    torch.testing.assert_close(state(run), on_one_device(shell, around, THERE, change, THERE))
+
+
 COUNTING = """
 class Counting(torch.optim.SGD):
     def step(self, closure=None):

@@ -24,7 +24,7 @@ from mirror_nb.pool.base import Pool
 from mirror_nb.pool.failures import raise_for, settle
 from mirror_nb.pool.report import Report
 from mirror_nb.strategies.objects import Objects, optimizer_of
-from mirror_nb.strategies.states import States, kept, load_state, state_of
+from mirror_nb.strategies.states import States, kept, load_state, own_state, state_of
 from mirror_nb.transfer.opening import unpack
 from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.told import is_told, parameters_of
@@ -103,7 +103,7 @@ class Lent:
             return self.token(obj)
         if isinstance(obj, torch.optim.Optimizer):
             # For what this brings here: its state, from the replicas that have it, these or a strategy's.
-            obj.state_dict()
+            own_state(obj)
         return None
 
     def held(self, obj: Any, replica_id: int) -> bool:
@@ -193,7 +193,7 @@ class Lent:
             if is_told(obj) and self.has_sent(obj):
                 self._objects.unsettle(obj)
                 if isinstance(obj, torch.optim.Optimizer):
-                    self.load_state(obj, obj.state_dict()["state"])
+                    self.load_state(obj, own_state(obj))
         self.send_changes()
 
     def take_changes(self, report: Report, lead: int) -> None:
@@ -270,7 +270,7 @@ class Lent:
                     raise
         # All that had it died: there is none but the one here, which is not to be asked for in turn.
         self._states.have(optimizer)
-        return optimizer.state_dict()["state"]
+        return own_state(optimizer)
 
     def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
         """Return what the optimizer trains in the replicas, in its order."""

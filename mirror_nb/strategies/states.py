@@ -60,8 +60,7 @@ class States:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Look after an optimizer from now on."""
-        # One that is around another, and has not called torch's constructor, has no hooks: it gets them as copies do.
-        torch.optim.Optimizer.__setstate__(optimizer, {})
+        _with_hooks(optimizer)
         # Besides the state itself, which somebody may replace.
         optimizer.register_state_dict_pre_hook(self._read_trained)
         optimizer.register_load_state_dict_post_hook(self._loaded)
@@ -149,7 +148,7 @@ class States:
             self._ahead.add(optimizer)
             return
         try:
-            keeper.load_state(optimizer, optimizer.state_dict()["state"])
+            keeper.load_state(optimizer, own_state(optimizer))
         except BaseException:
             del self._read_at[optimizer]
             raise
@@ -238,6 +237,16 @@ def _beside(parameter: torch.Tensor | None, value: Any) -> Any:
     }
 
 
+_Torchs = torch.optim.Optimizer
+
+
+def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Give one that is around another, and has not called torch's constructor, its hooks, as copies get them."""
+    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):
+        _Torchs.__setstate__(optimizer, {})
+    return optimizer
+
+
 def kept(learned: Iterable[tuple[str, Callable[[], None]]]) -> list[str]:
     """Bring here what only the replicas know, each by itself: what one cannot tell costs no other its value.
 
@@ -252,9 +261,14 @@ def kept(learned: Iterable[tuple[str, Callable[[], None]]]) -> list[str]:
     return [f"{listed(those)}: {why}" for why, those in lost.items()]
 
 
+def own_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return the state by the numbers of parameters: torch's form, whatever a class of the user's tells of itself."""
+    return _Torchs.state_dict(_with_hooks(optimizer))["state"]
+
+
 def state_of(optimizer: torch.optim.Optimizer, wanted: bool = True) -> dict[Any, Any] | None:
     """In a replica: return the state, if it is wanted."""
-    return optimizer.state_dict()["state"] if wanted else None
+    return own_state(optimizer) if wanted else None
 
 
 def groups_from(optimizer: torch.optim.Optimizer, first: int, wanted: bool = True) -> list[dict[str, Any]]:
@@ -279,7 +293,12 @@ def add_groups(optimizer: torch.optim.Optimizer, first: int, groups: list[dict[s
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
     """In a replica: take over a state."""
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    groups = optimizer.param_groups
+    # As its class does it, unless that wants another form.
+    load = _Torchs if type(optimizer).state_dict is not _Torchs.state_dict else type(optimizer)
+    load.load_state_dict(optimizer, {**_Torchs.state_dict(_with_hooks(optimizer)), "state": state})
+    # One around another has that one's.
+    optimizer.param_groups = groups
     # That made it of the parameters' dtype, which may have changed since the moments were made (`model.half()`).
     for key, parameter in enumerate(parameters_of(optimizer)):
         entries: Any = optimizer.state.get(parameter)
