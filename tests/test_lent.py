@@ -312,6 +312,23 @@ def test_an_optimizer_around_another_one_need_not_be_made_by_torchs_constructor(
     torch.testing.assert_close(state(run), on_one_device(shell, THERE, "optimizer.param_groups[0]['lr'] = 0.5", THERE))
 
 
+@pytest.mark.parametrize("where", ["", "%%mirrored\n"])
+def test_an_optimizer_around_another_one_has_that_ones_groups_on_both_sides(run, where):
+    # As Lookahead and SAM have them: a scheduler of the outer one is to change the rate of the inner one's steps.
+    run(where + LOOKAHEAD)
+    same = "optimizer.param_groups is optimizer.inner.param_groups"
+    assert run(same)
+    assert run("%%mirrored\n" + same)
+    run("optimizer.param_groups[0]['lr'] = 0.5")
+    assert run("%%mirrored\noptimizer.inner.param_groups[0]['lr']") == 0.5
+    run(
+        "%%mirrored\noptimizer.add_param_group({'params': [nn.Parameter(torch.ones(1))], 'lr': 0.25})\nmodel.more = "
+        "optimizer.param_groups[1]['params'][0]"
+    )
+    assert run(same)
+    assert run("optimizer.inner.param_groups[1]['lr']") == 0.25
+
+
 SLOW = """
 import collections
 class Slow(torch.optim.Optimizer):

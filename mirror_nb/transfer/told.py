@@ -113,8 +113,27 @@ def whole_state(obj: object, state: Any) -> Any:
     if isinstance(obj, torch.optim.Optimizer) and type(obj).__getstate__ is torch.optim.Optimizer.__getstate__:
         own = {name: value for name, value in vars(obj).items() if name != "step" and "_hooks" not in name}
         own |= {name: _users(vars(obj)[name]) for name in _STEP_HOOKS if name in vars(obj)}
-        return {**own, **state} if is_told(obj) else own
+        if not is_told(obj):
+            return own
+        inner = next((one for one in own.values() if _has_groups_of(one, obj)), None)
+        return {**own, **state, **({} if inner is None else {"param_groups": _GroupsOf(inner)})}
     return state
+
+
+@final
+class _GroupsOf:
+    """Stands for an optimizer's parameter groups with one that is around it, which has that list where it arrives."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._optimizer, "param_groups")
+
+
+def _has_groups_of(one: object, optimizer: Any) -> bool:
+    other = one is not optimizer and issubclass(type(one), torch.optim.Optimizer)
+    return other and vars(one).get("param_groups") is optimizer.param_groups
 
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
