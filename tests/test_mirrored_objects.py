@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import copy
 import gc
@@ -1230,6 +1231,48 @@ class Around(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As libraries have it: around another one, with state of its own, and not made by torch's constructor."""
+
+    def __init__(self, fast: torch.optim.Optimizer) -> None:
+        self.fast, self.param_groups, self.defaults = fast, fast.param_groups, fast.defaults
+        self.state = collections.defaultdict(dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.fast.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.fast.step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", torch.zeros_like(parameter))
+            parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": self.fast.state_dict(), "slow": [kept["slow"] for kept in self.state.values()]}
+
+
+def test_an_optimizer_that_torchs_constructor_has_not_made_can_be_mirrored(two):
+    def step(optimizer: Any, network: nn.Module) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(network(X), Y).backward()
+        optimizer.step()
+
+    with two.scope():
+        model = Net()
+    alone = copy.deepcopy(model)
+    alone_optimizer = Lookahead(torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9))
+    for rate in (0.1, 0.05):
+        alone_optimizer.param_groups[0]["lr"] = rate
+        step(alone_optimizer, alone)
+    with two.scope():
+        optimizer = two.mirror(Lookahead(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)))
+    for rate in (0.1, 0.05):
+        optimizer.param_groups[0]["lr"] = rate
+        two.run(lambda: step(optimizer, model))
+    torch.testing.assert_close(dict(model.named_parameters()), dict(alone.named_parameters()))
+    torch.testing.assert_close(optimizer.state_dict(), alone_optimizer.state_dict())
 
 
 def test_an_optimizer_around_one_of_the_scope_steps_that_one(two):

@@ -153,10 +153,10 @@ class ControllerPlace(Place):
         if not self._objects.has(made):
             self._objects.add(made)
             if isinstance(made, torch.optim.Optimizer):
+                self._states.watch(made)
                 # Weakly: it may outlive the strategy, and is then an optimizer like any other.
                 place = weakref.ref(self)
                 refuse_steps(made, lambda: (known := place()) is not None and not known.closed)
-                self._states.watch(made)
 
     @property
     def takes_part(self) -> bool:
