@@ -391,6 +391,38 @@ def test_a_number_that_a_step_keeps_in_a_group_as_a_tensor_is_one_here_too(shell
     torch.testing.assert_close(run("optimizer.param_groups[0]['step']"), torch.tensor(12.0))
 
 
+SCALED = """
+class Scaled(torch.optim.SGD):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale, self.mode, self.steps, self.rank = 1.0, 'slow', 0, globals().get('replica_id', 0)
+    def step(self, closure=None):
+        self.steps += 1
+        for parameter in self.param_groups[0]['params']:
+            parameter.grad *= self.scale * (2 if self.mode == 'fast' else 1)
+        super().step(closure)
+optimizer = Scaled(model.parameters(), 0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+"""
+
+
+@pytest.mark.parametrize("where", ["", "%%mirrored\n"], ids=["set in an ordinary cell", "set in a mirrored cell"])
+def test_numbers_that_an_optimizer_of_ones_own_class_keeps_are_the_same_on_both_sides(shell, run, where, request):
+    change = "optimizer.scale, optimizer.mode, optimizer.param_groups[0]['lr'] = 0.25, 'fast', 0.05"
+    run(("%%mirrored\n" if "made in a mirrored" in request.node.name else "") + SCALED)
+    for cell in (THERE, where + change, THERE):
+        run(cell)
+    torch.testing.assert_close(state(run), on_one_device(shell, SCALED, THERE, change, THERE))
+    assert run("optimizer.scale, optimizer.mode, optimizer.steps") == (0.25, "fast", 8)
+
+
+def test_what_an_optimizer_keeps_of_its_replica_stays_each_ones_own(run):
+    run("%%mirrored\n" + SCALED)
+    run("optimizer.scale = 0.5; optimizer.param_groups[0]['lr'] = 0.05")
+    ranks = run("%%mirrored\noptimizer.rank, optimizer.scale, optimizer.param_groups[0]['lr']")
+    assert list(ranks) == [(0, 0.5, 0.05), (1, 0.5, 0.05)]
+
+
 def pids(shell: InteractiveShell) -> list[int]:
     session = shell.magics_manager.registry["MirrorMagics"].session
     return [status.pid for status in session.pool.status()]

@@ -198,16 +198,17 @@ def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def told_of(obj: _Told) -> Any:
-    """Return what is told of an optimizer: its settings, and whether it has made a step, or schedulers would warn.
+    """Return what is told of an optimizer: its settings, and numbers and the like that it has besides.
 
-    And of each group the settings that somebody has deleted, which `Told` knows.
+    Among these that it has made a step, or schedulers would warn; and of each group the settings that somebody has
+    deleted, which `Told` knows.
     Of a scheduler or a scaler, where it stands: its `state_dict()`, as far as that is plain values, and whether it has
     begun; None where there is none. Of a generator the bytes of its state.
     """
     if isinstance(obj, torch.Generator):
         return obj.get_state().numpy().tobytes()
     if isinstance(obj, torch.optim.Optimizer):
-        return settings_of(obj), _tensors_of(obj), getattr(obj, "_opt_called", False), ()
+        return settings_of(obj), _tensors_of(obj), _own_values(obj), ()
     # A user's own class may refuse.
     with contextlib.suppress(Exception):
         return _plain_part(obj.state_dict()), isinstance(obj, torch.amp.GradScaler) and _has_begun(obj)
@@ -219,7 +220,7 @@ def take_told(obj: _Told, told: Any) -> None:
     if isinstance(obj, torch.Generator):
         obj.set_state(torch.frombuffer(bytearray(told), dtype=torch.uint8))
     elif isinstance(obj, torch.optim.Optimizer):
-        settings, tensors, stepped, deleted = told
+        settings, tensors, own, deleted = told
         for group, names in zip(obj.param_groups, deleted, strict=False):
             for name in names:
                 group.pop(name, None)
@@ -228,8 +229,7 @@ def take_told(obj: _Told, told: Any) -> None:
             for name, (shape, dtype) in made.items():
                 group.setdefault(name, torch.empty(shape, dtype=dtype, device="cpu"))
         change_settings(obj, settings)
-        if stepped:
-            obj._opt_called = True  # type: ignore[attr-defined]
+        vars(obj).update(own)
     elif told is not None:
         state, begun = told
         # It takes apart what it is given. What was not told, a function of its own say, each side keeps.
@@ -269,24 +269,32 @@ class Told:
             self.know(handle, obj)
             now = self._known[handle][0]
             if now != told:
-                changed.append((handle, _with_deleted(obj, now, told)))
+                changed.append((handle, _news(obj, now, told) if isinstance(obj, torch.optim.Optimizer) else now))
         return tuple(changed)
 
 
 _UNSURE = object()
 
 
-def _with_deleted(obj: _Told, now: Any, before: Any) -> Any:
-    """Add to what is told of an optimizer what its groups have no more of what was told before."""
-    if not isinstance(obj, torch.optim.Optimizer) or before is _UNSURE:
-        return now
-    pairs = zip(before[0], obj.param_groups, strict=False)
-    deleted = tuple(told.keys() - group.keys() for told, group in pairs)
-    return (*now[:-1], deleted) if any(deleted) else now
+def _news(optimizer: torch.optim.Optimizer, now: Any, told: Any) -> Any:
+    """Return what is told of an optimizer: of its own values what has changed, since others, its rank say, differ.
+
+    And what its groups have no more of what was told before.
+    """
+    settings, tensors, own, _ = now
+    if told is _UNSURE:
+        return settings, tensors, {}, ()
+    changed = {name: value for name, value in own.items() if told[2].get(name, _UNSURE) != value}
+    pairs = zip(told[0], optimizer.param_groups, strict=False)
+    return settings, tensors, changed, tuple(before.keys() - group.keys() for before, group in pairs)
+
+
+def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if type(value) in _SINGLE}
 
 
 def _signs_of(optimizer: torch.optim.Optimizer) -> list[object]:
-    signs = [getattr(optimizer, "_opt_called", False)]
+    signs: list[object] = [*_own_values(optimizer).values()]
     for group in optimizer.param_groups:
         signs += group.values()
     return signs
@@ -300,7 +308,8 @@ def _signs(obj: object) -> list[object] | None:
     return _signs_of(obj) if all(type(value) in _UNCHANGING for value in values) else None
 
 
-_UNCHANGING = frozenset({int, float, bool, str, type(None), tuple})
+_SINGLE = frozenset({int, float, bool, str, type(None)})
+_UNCHANGING = _SINGLE | {tuple}
 
 
 def _same(some: list[object], others: list[object]) -> bool:
