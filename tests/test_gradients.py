@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -574,50 +575,45 @@ def test_a_tensor_that_an_optimizer_gets_after_the_backward_pass_is_trained_by_a
     assert first == second == [[-n * parts[0], -n * 2 * parts[1], 0] for n in (1, 2)]
 
 
-def test_an_optimizer_that_is_made_late_steps_by_a_replicas_own_gradients_where_nothing_is_synchronised(
-    two: Crew,
-) -> None:
+def test_a_gradient_of_before_is_that_of_all_replicas_once_an_optimizer_has_its_tensor(two: Crew) -> None:
     def look(r: Replica) -> list[float]:
         with r.scope:
-            weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
-            for own, weight in enumerate(weights):
-                (weight * (r.id + 1.0)).sum().backward()
-                r.gradients.enabled = not own
-                optimizer = torch.optim.SGD([weight], 1.0)
-                if own == 0:
-                    weight.grad = None
-                    with r.gradients.no_sync():
-                        (weight * (r.id + 1.0)).sum().backward()
-                optimizer.step()
-            return [float(weight) for weight in weights]
+            weight, unused = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+            (weight * (r.id + 1.0)).sum().backward()
+            if r.id:
+                (unused * 4.0).sum().backward()
+            optimizer = torch.optim.SGD([weight, unused], 1.0)
+            return [float(parameter.grad) for parameter in optimizer.param_groups[0]["params"]]
 
-    assert two.run(look) == [[-1.0, -1.0], [-2.0, -2.0]]
+    assert two.run(look) == [[1.5, 2.0]] * 2
 
 
-def test_a_gradient_of_before_that_is_cleared_is_in_no_step_of_an_optimizer_that_is_made_late(two: Crew) -> None:
+@pytest.mark.parametrize("apart", ["not synchronised", "accumulating"])
+def test_an_optimizer_that_is_made_late_leaves_gradients_alone_where_each_replica_has_its_own(
+    two: Crew, apart: str
+) -> None:
     def look(r: Replica) -> float:
         with r.scope:
             weight = torch.zeros(1, requires_grad=True)
-            (weight * 100.0).sum().backward()
-            optimizer = torch.optim.SGD([weight], 1.0)
-            optimizer.zero_grad()
             (weight * (r.id + 1.0)).sum().backward()
-            optimizer.step()
+            r.gradients.enabled = apart == "accumulating"
+            with r.gradients.no_sync() if apart == "accumulating" else contextlib.nullcontext():
+                torch.optim.SGD([weight], 1.0).step()
             return float(weight)
 
-    assert two.run(look) == [-1.5, -1.5]
+    assert two.run(look) == [-1.0, -2.0]
 
 
-def test_an_error_as_an_optimizer_that_is_made_late_steps_leaves_training_as_it_is(two: Crew) -> None:
+def test_an_error_as_an_optimizer_is_made_late_leaves_training_as_it_is(two: Crew) -> None:
     def look(r: Replica) -> list[float]:
         with r.scope:
             weight = torch.zeros(2, requires_grad=True)
             weight.sum().backward()
             agree, r.gradients._agreement.agree = r.gradients._agreement.agree, failing
-            optimizer = torch.optim.SGD([weight], 1.0)
             with pytest.raises(OSError, match="gone"):
-                optimizer.step()
+                torch.optim.SGD([weight], 1.0)
             r.gradients._agreement.agree = agree
+            optimizer = torch.optim.SGD([weight], 1.0)
             optimizer.zero_grad()
             (weight * (r.id + 1.0)).sum().backward()
             optimizer.step()

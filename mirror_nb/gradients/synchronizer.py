@@ -245,19 +245,17 @@ class GradientSynchronizer:
         self._round = self._new_round(lambda: self)
         self._end(self._round)
 
-    def catch_up(self, parameters: Iterable[Tensor]) -> None:
+    def catch_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Reduce the gradients of a backward pass after which alone these were tracked; every replica calls it.
 
-        What was reduced since stays as it is. Raises as backward() does.
+        Raises as backward() does.
         """
         if self.weight is None:
             return
         self._meet_group()
-        found = [tracked for tracked in map(self._agreement.find, parameters) if tracked is not None]
-        found = [tracked for tracked in found if tracked.number is None]
-        if not found:
-            return
-        late = [tracked for tracked in found if tracked not in self._unreduced and tracked.weigh_anew()]
+        late = [tracked for tracked in map(self._agreement.find, parameters) if tracked is not None]
+        for tracked in late:
+            tracked.weigh_late()
         limited = nullcontext() if self._ops is None else self._ops.limited()
         try:
             with limited, torch.no_grad():

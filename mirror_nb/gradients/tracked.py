@@ -114,14 +114,11 @@ class Tracked:
             self._weigh(parameter, gradient, synchronizer.factor)
         synchronizer.accumulated(self, parameter)
 
-    def weigh_anew(self) -> bool:
-        """Weigh the gradient of a pass before it was tracked; whether there is one that is to be reduced."""
-        parameter = self.parameter()
-        if parameter is None or parameter.grad is None or self.is_left():
-            return False
-        if self.synchronizer.factor != 1.0:
+    def weigh_late(self) -> None:
+        """Weigh the gradient of a pass before it was tracked."""
+        parameter = self.alive()
+        if parameter.grad is not None and self.synchronizer.factor != 1.0:
             self._weigh(parameter, parameter.grad, self.synchronizer.factor)
-        return True
 
     def mates(self) -> list[nn.Parameter]:
         """Return the parameters of the module that it is in; none where it is in no module any more."""

@@ -80,8 +80,6 @@ class Scope:
         self._watch: RemovableHandle | None = None
         self._groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, Groups] = weakref.WeakKeyDictionary()
         # What optimizers have, as far as it is tracked.
-        self._late: set[weakref.ref[torch.optim.Optimizer]] = set()
-        # Some of that has had a gradient before it was tracked.
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         # On the CPU still, since their modules were under construction.
         self._waiting: list[Tensor] = []
@@ -149,9 +147,7 @@ class Scope:
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Track what an optimizer that arrived has: tensors that no module has are trained all the same."""
-        for group in optimizer.param_groups:
-            self._track_all(group, optimizer)
-        self._groups[optimizer] = Groups(optimizer)
+        self._track_all(optimizer, optimizer.param_groups)
 
     def keys(self, packed: Iterable[Any]) -> Keys:
         """Return by what the replicas know what these networks and optimizers train, for `take_keys`."""
@@ -172,8 +168,6 @@ class Scope:
 
         In others it may have cut them by the order of its first backward pass already, or have been stopped in one.
         """
-        # A process that is new has none of before.
-        self._late.clear()
         for wrapper in list(self._wrappers):
             # What a failed constructor left has none; torch cannot make another one of what has a group of its own.
             if "reducer" in wrapper.__dict__ and wrapper.process_group is dist.group.WORLD:
@@ -246,7 +240,7 @@ class Scope:
         yield Replaced(torch.optim.Optimizer, "add_param_group", after=self._optimized)
         # What is put into a group that is there takes neither way: larger parameters, with more points, say.
         yield Replaced(torch.optim.Optimizer, "zero_grad", before=self._look_for_others)
-        yield register_optimizer_step_pre_hook(self._step_begins)
+        yield register_optimizer_step_pre_hook(self._look_for_others)
         # Copies and unpickled optimizers add no groups.
         yield Replaced(torch.optim.Optimizer, "__setstate__", after=self._optimizer_restored)
         # Optimizers that step within the backward pass would step by this replica's gradients alone.
@@ -329,31 +323,31 @@ class Scope:
                 self._move_later(tensor)
 
     def _optimized(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
-        self._track_all(optimizer.param_groups[-1], optimizer)
-        self._groups[optimizer] = Groups(optimizer)
+        self._train(optimizer, optimizer.param_groups[-1:])
 
     def _look_for_others(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
         groups = None if tracing() else self._groups.get(optimizer)
         if groups is not None and not groups.are(optimizer):
-            self.adopt_optimizer(optimizer)
+            self._train(optimizer, optimizer.param_groups)
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._look_for_others(optimizer)
-        if self._late and not tracing() and weakref.ref(optimizer) in self._late:
-            self._late.discard(weakref.ref(optimizer))
-            self._gradients.catch_up(parameters_of(optimizer))
+    def _train(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        late = self._track_all(optimizer, groups)
+        if late:
+            # They have this replica's own gradients: of backward passes in which nobody knew them.
+            self._gradients.catch_up(late)
 
     def _optimizer_restored(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         # One that is around another has none of its own.
         if "param_groups" in vars(optimizer):
             self.adopt_optimizer(optimizer)
 
-    def _track_all(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        for tensor in group["params"]:
-            if tensor.is_leaf and not is_sharded(tensor):
-                name = f"{type(optimizer).__name__}'s parameter"
-                if self._gradients.track(tensor, name):
-                    self._late.add(weakref.ref(optimizer, self._late.discard))
+    def _track_all(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[Any]:
+        """Track what these groups have; return what of that has a gradient, and was not tracked as it got it."""
+        self._groups[optimizer] = Groups(optimizer)
+        name = f"{type(optimizer).__name__}'s parameter"
+        tensors = [tensor for group in groups for tensor in group["params"]]
+        tensors = [tensor for tensor in tensors if tensor.is_leaf and not is_sharded(tensor)]
+        return [tensor for tensor in tensors if self._gradients.track(tensor, name)]
 
     def _hooked(self, tensor: Tensor, *_: object, **__: object) -> None:
         self._gradients.hooked(tensor)
