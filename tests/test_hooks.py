@@ -326,6 +326,34 @@ def test_numbers_of_hooks_do_not_meet_those_of_the_other_side(run):
     assert run("%%mirrored\nforward()") == run("forward()")
 
 
+HALVES = "one = nn.Linear(1, 1)\none.weight.register_hook(lambda gradient: gradient / 2)"
+LATER = "one.bias.register_post_accumulate_grad_hook(lambda bias: bias.grad.zero_())"
+
+
+def test_that_hooks_of_parameters_stay_in_the_notebook_is_told_once_of_each(shell, run):
+    with warnings.catch_warnings(record=True) as told, capture_output() as shown:
+        warnings.simplefilter("always")
+        for cell in (HALVES, "%%mirrored\none(X)", LATER, "%%mirrored\none(X)", "%%mirrored\none(X)"):
+            shell.run_cell("X = torch.ones(2, 1)\n" + cell if "%%" not in cell else cell).raise_error()
+    said = "".join(str(warning.message) for warning in told) + shown.stdout + shown.stderr
+    for parameter in ("weight", "bias"):
+        assert said.count(f"hooks of parameters (Linear.{parameter}) stay in this process") == 1
+
+
+def test_that_hooks_of_parameters_stay_in_a_script_is_told_where_run_is_called(two):
+    with two.scope():
+        one = nn.Linear(1, 1)
+    handle = one.weight.register_hook(lambda gradient: gradient / 2)
+    with pytest.warns(
+        UserWarning, match=r"hooks of parameters \(Linear.weight\) stay in this process.*after backward"
+    ):
+        two.run(lambda: one(torch.ones(2, 1)).sum().item())
+    handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two.run(lambda: one(torch.ones(2, 1)).sum().item())
+
+
 def test_a_handle_that_its_own_hook_has_travels():
     layer = nn.Linear(1, 1)
     weight = layer.weight

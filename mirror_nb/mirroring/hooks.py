@@ -11,9 +11,10 @@ import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -26,6 +27,8 @@ from mirror_nb.transfer.told import is_told
 
 _BYTES = 64 * 2**20
 # What a hook may bring along.
+_NAMED = 3
+# Parameters in a warning.
 
 
 def own_hooks(part: nn.Module) -> Hooks:
@@ -93,6 +96,34 @@ def stays(function: Callable[..., object]) -> bool:
         )
     note_staying(function, bool(reason))
     return bool(reason)
+
+
+def warn_of_tensors(parts: Iterable[nn.Module], told: set[int]) -> None:
+    """Warn of hooks that parameters have, which do not travel, once of each: `told` has the numbers of those known."""
+    found = {
+        number: f"{type(part).__name__}.{name}"
+        for part in parts
+        for name, parameter in vars(part).get("_parameters", {}).items()
+        for number in _hooks_of(parameter)
+        if number not in told
+    }
+    if found:
+        told.update(found)
+        names = list(dict.fromkeys(found.values()))
+        named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        warnings.warn(
+            f"hooks of parameters ({named}) stay in this process, and do not run where replicas train the network. "
+            "Change its gradients after backward(): they are those of the whole batch then. One that a mirrored cell "
+            "registers, or what `run` calls, sees its replica's own gradient",
+            stacklevel=users_level(),
+        )
+
+
+def _hooks_of(parameter: torch.Tensor | None) -> Iterable[int]:
+    # One without a value yet refuses what it is asked in its own way.
+    with torch._C.DisableTorchFunctionSubclass():
+        held = [getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    return [number for hooks in held if hooks for number in hooks]
 
 
 def _reason_to_stay(function: Callable[..., object]) -> str:

@@ -21,7 +21,7 @@ from mirror_nb.held_variables import is_elsewhere, part_of, read_together_in, wh
 from mirror_nb.mirroring.attributes import Attributes, set_attributes
 from mirror_nb.mirroring.grafting import graft
 from mirror_nb.mirroring.handles import Handles
-from mirror_nb.mirroring.hooks import own_hooks, registered
+from mirror_nb.mirroring.hooks import own_hooks, registered, warn_of_tensors
 from mirror_nb.mirroring.networks import (
     ATTRIBUTES,
     FLAGS,
@@ -114,6 +114,8 @@ class Mirrors:
         # have equal.
         self._hooks: dict[str, Hooks] = {}
         # By the handles of networks and their parts: which hooks of each the other side has.
+        self._told: set[int] | None = set() if prefix == "k" else None
+        # Hooks of tensors that a warning has told of. In a replica there are our own.
 
     def handle(self, module: nn.Module) -> str:
         """Return the network's handle; a new one if it has none."""
@@ -232,6 +234,8 @@ class Mirrors:
         parts = [part for module in modules for part in module.modules()]
         self._hooks.update((self.handle(part), own_hooks(part)) for part in parts)
         self._mark_all(parts)
+        if self._told is not None:
+            warn_of_tensors(parts, self._told)
 
     def _mark_all(self, modules: list[nn.Module]) -> None:
         parts = {id(child) for module in modules for child in module.children()}
@@ -286,6 +290,8 @@ class Mirrors:
         if mark.hooked == count is not None:
             return False
         parts = list(module.modules())
+        if self._told is not None:
+            warn_of_tensors(parts, self._told)
         found = list(map(own_hooks, parts))
         if found != list(map(self._hooks_there, parts)):
             return True
