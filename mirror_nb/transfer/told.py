@@ -286,7 +286,8 @@ def _news(optimizer: torch.optim.Optimizer, now: Any, told: Any) -> Any:
         return settings, tensors, {}, ()
     changed = {name: value for name, value in own.items() if told[2].get(name, _UNSURE) != value}
     pairs = zip(told[0], optimizer.param_groups, strict=False)
-    return settings, tensors, changed, tuple(before.keys() - group.keys() for before, group in pairs)
+    deleted = tuple(before.keys() - group.keys() for before, group in pairs)
+    return settings, tensors, changed, deleted if any(deleted) else ()
 
 
 def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
