@@ -1253,7 +1253,8 @@ class Lookahead(torch.optim.Optimizer):
         return {"fast": self.fast.state_dict(), "slow": [kept["slow"] for kept in self.state.values()]}
 
 
-def test_an_optimizer_that_torchs_constructor_has_not_made_can_be_mirrored(two):
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_an_optimizer_around_one_of_the_scope_need_not_be_made_by_torchs_constructor(two, mirrored):
     def step(optimizer: Any, network: nn.Module) -> None:
         optimizer.zero_grad()
         F.mse_loss(network(X), Y).backward()
@@ -1263,11 +1264,15 @@ def test_an_optimizer_that_torchs_constructor_has_not_made_can_be_mirrored(two):
         model = Net()
     alone = copy.deepcopy(model)
     alone_optimizer = Lookahead(torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9))
+    # Or it could not step here once others of its class have these hooks.
+    torch.optim.Optimizer.__setstate__(alone_optimizer, {})
     for rate in (0.1, 0.05):
         alone_optimizer.param_groups[0]["lr"] = rate
         step(alone_optimizer, alone)
     with two.scope():
-        optimizer = two.mirror(Lookahead(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)))
+        optimizer = Lookahead(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        if mirrored:
+            two.mirror(optimizer)
     for rate in (0.1, 0.05):
         optimizer.param_groups[0]["lr"] = rate
         two.run(lambda: step(optimizer, model))

@@ -107,7 +107,7 @@ class ControllerPlace(Place):
         self._parted = Parted()
         # Bound now: the last objects go as the interpreter ends, when this module has no names any more.
         released = functools.partial(reading.release, self)
-        self._references = References(lambda strategy: strategy._place is self, released)
+        self._references = References(lambda strategy: strategy._place is self, released, self._note)
         self._objects = self._references.objects
         self._followed: tuple[int, int] | None = None
         # When the replicas were last told what this process has set for all of its code.

@@ -21,7 +21,7 @@ from mirror_nb.strategies.objects import Objects
 from mirror_nb.transfer.opening import Arrivals
 from mirror_nb.transfer.packing import pack
 from mirror_nb.transfer.payload import Packed
-from mirror_nb.transfer.told import is_told, parameters_of
+from mirror_nb.transfer.told import has_groups_of, is_told, parameters_of
 from mirror_nb.variables import Variable
 
 _BELONGS_TO_SCOPE = (
@@ -35,11 +35,14 @@ _BELONGS_TO_SCOPE = (
 class References:
     """The objects made in the scope, networks among them; `owns(strategy)`: whether that commands the replicas.
 
-    `none_sent`: see Objects.
+    `none_sent`: see Objects. `note(obj)` has an object be one of these.
     """
 
-    def __init__(self, owns: Callable[[Strategy], bool], none_sent: Callable[[], None]) -> None:
+    def __init__(
+        self, owns: Callable[[Strategy], bool], none_sent: Callable[[], None], note: Callable[[Any], None]
+    ) -> None:
         self._owns = owns
+        self._note = note
         self.objects = Objects(none_sent)
         self.mirrors = Mirrors("k")
 
@@ -68,6 +71,10 @@ class References:
         handle = self.objects.handle(obj)
         if handle is None:
             belongs = isinstance(obj, _BELONGS_TO_SCOPE) and is_told(obj)
+            if belongs and self._is_around_one(obj):
+                # Nobody has noticed it as it was made: it need not call torch's constructor.
+                self._note(obj)
+                return self.token(obj, wanted)
             if belongs or (isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()):
                 raise not_mirrored(obj)
             if isinstance(obj, Variable) and obj.home is not None:
@@ -113,6 +120,12 @@ class References:
                         if own is parameter:
                             return module, name
         return None
+
+    def _is_around_one(self, obj: Any) -> bool:
+        """Whether it is an optimizer around one of the scope."""
+        return isinstance(obj, torch.optim.Optimizer) and any(
+            has_groups_of(one, obj) and self.objects.has(one) for one in vars(obj).values()
+        )
 
     def _check_untrained(self, tensor: torch.Tensor) -> None:
         """Refuse what an optimizer of the scope trains, but no module has: the optimizer would train another copy."""

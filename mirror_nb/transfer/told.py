@@ -115,7 +115,7 @@ def whole_state(obj: object, state: Any) -> Any:
         own |= {name: _users(vars(obj)[name]) for name in _STEP_HOOKS if name in vars(obj)}
         if not is_told(obj):
             return own
-        inner = next((one for one in own.values() if _has_groups_of(one, obj)), None)
+        inner = next((one for one in own.values() if has_groups_of(one, obj)), None)
         return {**own, **state, **({} if inner is None else {"param_groups": _GroupsOf(inner)})}
     return state
 
@@ -131,7 +131,8 @@ class _GroupsOf:
         return getattr, (self._optimizer, "param_groups")
 
 
-def _has_groups_of(one: object, optimizer: Any) -> bool:
+def has_groups_of(one: object, optimizer: Any) -> bool:
+    """Whether it is another optimizer with the same list of parameter groups: the one that this is around."""
     other = one is not optimizer and issubclass(type(one), torch.optim.Optimizer)
     return other and vars(one).get("param_groups") is optimizer.param_groups
 
