@@ -359,9 +359,11 @@ def test_what_changes_in_an_optimizer_is_told_once(change):
     find = {"o": optimizer}.get
     assert told.changes(find) == ()
     change(optimizer)
-    ((handle, now),) = told.changes(find)
+    ((handle, (*settings, own, deleted)),) = told.changes(find)
     assert handle == "o"
-    assert now == told_of(optimizer)
+    assert tuple(settings) == told_of(optimizer)[:2]
+    assert own == ({"_opt_called": True} if hasattr(optimizer, "_opt_called") else {})
+    assert not deleted
     assert told.changes(find) == ()
 
 
