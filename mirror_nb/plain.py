@@ -86,7 +86,7 @@ def copied(
 
 
 def is_plain(value: Any, atoms: frozenset[type] = ATOMS) -> bool:
-    """Whether a value is of these and of collections of them, not too many: whether `copied` returns a copy of it."""
+    """Whether a value is of these and of collections of them, not too many; by default: if `copied` copies it."""
     return _is_plain(value, atoms, _COLLECTIONS, FEW)
 
 

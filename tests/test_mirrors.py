@@ -367,6 +367,17 @@ def test_what_changes_in_an_optimizer_is_told_once(change):
     assert told.changes(find) == ()
 
 
+def test_what_an_optimizer_has_of_its_own_is_told_where_it_is_not_sure_what_the_other_side_has():
+    told, here, there = Told(), an_optimizer(), an_optimizer()
+    told.know("o", here)
+    here.rho = 0.5
+    told.unsettle("o")
+    ((_, now),) = told.changes({"o": here}.get)
+    take_told(there, now)
+    assert there.rho == 0.5
+    assert told.changes({"o": here}.get) == ()
+
+
 @pytest.mark.parametrize("value", [3, [1], torch.tensor(1.0), None], ids=str)
 def test_a_setting_that_one_side_deletes_is_deleted_on_the_other(value):
     told, here, there = Told(), an_optimizer(), an_optimizer()

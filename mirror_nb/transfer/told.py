@@ -284,7 +284,7 @@ def _news(optimizer: torch.optim.Optimizer, now: Any, told: Any) -> Any:
     """
     settings, tensors, own, _ = now
     if told is _UNSURE:
-        return settings, tensors, {}, ()
+        return now
     changed = {name: value for name, value in own.items() if told[2].get(name, _UNSURE) != value}
     pairs = zip(told[0], optimizer.param_groups, strict=False)
     deleted = tuple(before.keys() - group.keys() for before, group in pairs)
