@@ -171,6 +171,23 @@ UNSURE: dict[str, set[str]] = {
 @pytest.mark.parametrize(
     ("source", "names"),
     [
+        ('size = globals().get("size", 32)', "size"),
+        ('if "size" not in globals(): size = 1', "size"),
+        ("locals()['a'] + vars()['b']", "a b"),
+        ('size = 1\nglobals()["size"]', ""),
+        ('globals()["size"] = 1', ""),
+        ('"size" in locals(x)', ""),
+        ("eval(' a + 1')", "a"),
+        ("eval('a +')", ""),
+    ],
+)
+def test_a_name_that_a_cell_asks_the_namespace_for_is_read(source, names):
+    assert cell_names(source).read - {"eval", "globals", "locals", "vars", "x"} == set(names.split())
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
         ("if k:\n    f = open()\nif k:\n    f.write()", "f"),
         ("for f in many: pass\nf", "f"),
         ("try:\n    f = 1\nexcept E: pass\ndef g(): f\ng()", "f"),

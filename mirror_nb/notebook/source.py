@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import re
 import symtable
@@ -19,6 +20,8 @@ from IPython.utils.text import DollarFormatter
 _MAGIC_CALLS = {"system": 0, "getoutput": 0, "run_line_magic": 1, "run_cell_magic": 1}
 _QUERIES = {"query", "eval"}
 # Methods of pandas' tables, which look up `@name` where they are called.
+_NAMESPACES = {"globals", "locals", "vars"}
+# Built-in functions that, called by themselves, give the names of where they are called.
 _MAGIC_OPTIONS = re.compile(r"^(?:\s*--?[A-Za-z]\w*(?:[ =]?\d+)?(?=\s))+")
 # `-n 1 -q` of `%timeit -n 1 -q f(x)`.
 _ASYNCHRONOUS = re.compile(r"\b(await|async)\b")
@@ -47,6 +50,7 @@ class CellNames:
     # None that the text of a string names, since `if "model" not in globals():` asks whether it is there.
 
 
+@functools.lru_cache(64)
 def cell_names(source: str) -> CellNames:
     """Return the names of `source`, which must be plain Python (magics already transformed).
 
@@ -391,7 +395,7 @@ def _loaded(node: ast.AST) -> set[str]:
             return {name}
         case _:
             parts = ast.iter_child_nodes(node)
-    names = {name for part in parts for name in _loaded(part)} | _queried(node)
+    names = {name for part in parts for name in _loaded(part)} | _queried(node) | _asked_for(node)
     # Of a magic with a cell, the line alone is expanded.
     return names.union(*(_expanded(text) for text in _texts(node)[:1]))
 
@@ -414,6 +418,28 @@ def _queried(node: ast.AST) -> set[str]:
             texts = [n.value for a in arguments for n in ast.walk(a) if isinstance(n, ast.Constant)]
             return {name for text in texts if isinstance(text, str) for name in re.findall(r"@([A-Za-z_]\w*)", text)}
     return set()
+
+
+def _asked_for(node: ast.AST) -> set[str]:
+    """What is asked of the namespace: `"x" in globals()`, `globals()["x"]`, `globals().get("x")`, `eval("x")`."""
+    match node:
+        case ast.Compare(left=ast.Constant(value=str(name)), comparators=[ast.expr() as where]):
+            return {name} if _is_namespace(where) else set()
+        case ast.Subscript(value=where, slice=ast.Constant(value=str(name)), ctx=ast.Load()):
+            return {name} if _is_namespace(where) else set()
+        case ast.Call(func=ast.Attribute(value=where, attr="get"), args=[ast.Constant(value=str(name)), *_]):
+            return {name} if _is_namespace(where) else set()
+        case ast.Call(func=ast.Name(id="eval"), args=[ast.Constant(value=str(text))]):
+            with contextlib.suppress(ValueError, SyntaxError):
+                return _loaded(ast.parse(text.strip(), mode="eval"))
+    return set()
+
+
+def _is_namespace(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=called), args=[], keywords=[]):
+            return called in _NAMESPACES
+    return False
 
 
 def _texts(node: ast.AST) -> list[str]:
