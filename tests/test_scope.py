@@ -38,6 +38,13 @@ class Tracker:
             self.tracked.append(parameter)
             self.names.append(name)
 
+    def track_all(self, tensors: Any, name: str) -> None:
+        for tensor in tensors:
+            self.track(tensor, name)
+
+    def passed(self, outputs: Any) -> None:
+        """What nobody tracks is the gradients' business."""
+
     def hooked(self, parameter: Tensor) -> None:
         """Hooks that others have are the gradients' business."""
 

@@ -31,13 +31,15 @@ from typing import cast, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, word_device
+from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, gathered, word_device
 from mirror_nb.collectives.headers import Fold
 from mirror_nb.collectives.shared_memory import ExchangeHandle
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError, users_level
 from mirror_nb.gradients.agreement import Agreement, Keys
 from mirror_nb.gradients.buckets import REMEMBERED, Bucket, Buffers, History, Plan, for_gradients
+from mirror_nb.gradients.leaves import leaves_of
 from mirror_nb.gradients.matching import is_sparse
 from mirror_nb.gradients.proofs import check_alike, is_sum
 from mirror_nb.gradients.rounds import Round, Tail
@@ -48,6 +50,9 @@ from mirror_nb.steps.recorder import Recorder
 from mirror_nb.steps.steering import QUIET, Steering
 from mirror_nb.tensors.no_examples import NoExamples
 from mirror_nb.values import ReduceOp
+
+_LEAF = "optimizer's tensor"
+# What is called so is known by its place in a backward pass.
 
 
 @final
@@ -103,6 +108,10 @@ class GradientSynchronizer:
         self._unreduced: dict[Tracked, None] = {}
         self._has_deferred = False
         # Hooks of others, which are called once the pass has ended.
+        self._met_new = True
+        # Nothing tracked was in the latest pass, or something for the first time.
+        self._leaves: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # By their places in the latest such pass: what it gave gradients, and nobody tracked.
         self._round: Round | None = None
         self.shares: tuple[int, int] | None = None
         # Of the batch in use, or whose loop was left: this replica's examples, and all replicas'.
@@ -120,7 +129,7 @@ class GradientSynchronizer:
         """Synchronise `parameter` from now on; twice is once. Frozen parameters count when they are unfrozen.
 
         `name` says what it is ("Linear.weight"), alike on every replica; the same name may come many times. `module`
-        is what has it. Returns whether it has a gradient of before, for `catch_up`.
+        is what has it. Returns whether it has a gradient of before.
         """
         if self.num_replicas == 1 or self._agreement.find(parameter) is not None:
             return False
@@ -245,20 +254,44 @@ class GradientSynchronizer:
         self._round = self._new_round(lambda: self)
         self._end(self._round)
 
-    def catch_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Reduce the gradients of a backward pass after which alone these were tracked; every replica calls it.
+    def passed(self, outputs: Iterable[object]) -> None:
+        """A backward pass of these has ended: look for what nobody tracks, if it may hold that."""
+        look, self._met_new = self._met_new, True
+        if look and self.weight is not None:
+            found = [leaf for leaf in leaves_of(outputs) if not self.tracks(leaf)]
+            self._leaves = WeakTensorKeyDictionary({leaf: place for place, leaf in enumerate(found)})
+
+    def track_all(self, tensors: Iterable[Tensor], name: str) -> None:
+        """Track what an optimizer has got, gradients of passes before included; every replica calls it.
 
         Raises as backward() does.
         """
-        if self.weight is None:
-            return
-        self._meet_group()
-        late = [tracked for tracked in map(self._agreement.find, parameters) if tracked is not None]
-        for tracked in late:
-            tracked.weigh_late()
+        new = [cast(nn.Parameter, tensor) for tensor in tensors if not self.tracks(tensor)]
+        # Of one for each tensor, the optimizers may be made in another order on each replica.
+        by_itself = len(new) == 1 and self._is_left_over(new[0])
+        late = new if by_itself else [parameter for parameter in new if self.track(parameter, name)]
+        if late:
+            self._catch_up(late, name)
+
+    def _is_left_over(self, tensor: Tensor) -> bool:
+        return tensor in self._leaves and tensor.grad is not None and not self.tracks(tensor)
+
+    def _catch_up(self, parameters: list[nn.Parameter], name: str) -> None:
+        """Reduce this replica's own gradients of a backward pass in which nobody tracked these."""
+        alone = self.weight is None
+        if not alone:
+            self._meet_group()
         limited = nullcontext() if self._ops is None else self._ops.limited()
         try:
             with limited, torch.no_grad():
+                wanted = [] if alone else self._wanted_anywhere(parameters)
+                for parameter in wanted or parameters:
+                    self.track(parameter, _LEAF if wanted else name)
+                if alone:
+                    return
+                late = [one for one in map(self._agreement.find, wanted or parameters) if one is not None]
+                for tracked in late:
+                    tracked.weigh_late()
                 new, _ = self._agreement.agree(late, ())
                 sparse = [number for number in sorted(new) if self._agreement.agreed[number].sparse]
                 self._reduce_late(new - set(sparse))
@@ -267,6 +300,15 @@ class GradientSynchronizer:
         except BaseException:
             self._buffers.renew()
             raise
+
+    def _wanted_anywhere(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Return this one with those that optimizers elsewhere have got first, as of a set: each has its own order.
+
+        Empty where it is not clear which those are.
+        """
+        places = [self._leaves.get(parameter) for parameter in parameters if self._is_left_over(parameter)]
+        wanted = gathered(places[0] if places else None, self.num_replicas)
+        return [] if None in wanted else [leaf for leaf, place in self._leaves.items() if place in wanted]
 
     def reset(self) -> None:
         """Forget everything in flight, after an abort or an error."""
@@ -449,6 +491,7 @@ class GradientSynchronizer:
         if sparse:
             self._reduce_sparse(sparse)
         self._history.learn(used)
+        self._met_new = bool(tail.unknown)
         reduced = [self._agreement.agreed[number] for number in sorted(used)] if self._has_deferred else []
         if dead:
             renamed = self._agreement.let_go(dead)

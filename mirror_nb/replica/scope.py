@@ -24,6 +24,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
@@ -147,7 +148,9 @@ class Scope:
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Track what an optimizer that arrived has: tensors that no module has are trained all the same."""
-        self._track_all(optimizer, optimizer.param_groups)
+        tensors, name = self._had_by(optimizer, optimizer.param_groups)
+        for tensor in tensors:
+            self._gradients.track(tensor, name)
 
     def keys(self, packed: Iterable[Any]) -> Keys:
         """Return by what the replicas know what these networks and optimizers train, for `take_keys`."""
@@ -241,6 +244,7 @@ class Scope:
         # What is put into a group that is there takes neither way: larger parameters, with more points, say.
         yield Replaced(torch.optim.Optimizer, "zero_grad", before=self._look_for_others)
         yield register_optimizer_step_pre_hook(self._look_for_others)
+        yield Replaced(torch.autograd, "backward", after=self._passed)
         # Copies and unpickled optimizers add no groups.
         yield Replaced(torch.optim.Optimizer, "__setstate__", after=self._optimizer_restored)
         # Optimizers that step within the backward pass would step by this replica's gradients alone.
@@ -331,23 +335,23 @@ class Scope:
             self._train(optimizer, optimizer.param_groups)
 
     def _train(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-        late = self._track_all(optimizer, groups)
-        if late:
-            # They have this replica's own gradients: of backward passes in which nobody knew them.
-            self._gradients.catch_up(late)
+        tensors, name = self._had_by(optimizer, groups)
+        self._gradients.track_all(tensors, name)
 
     def _optimizer_restored(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         # One that is around another has none of its own.
         if "param_groups" in vars(optimizer):
             self.adopt_optimizer(optimizer)
 
-    def _track_all(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[Any]:
-        """Track what these groups have; return what of that has a gradient, and was not tracked as it got it."""
+    def _had_by(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tuple[list[Any], str]:
+        """Take note of what an optimizer has; return the tensors of these groups, and what they are called."""
         self._groups[optimizer] = Groups(optimizer)
-        name = f"{type(optimizer).__name__}'s parameter"
         tensors = [tensor for group in groups for tensor in group["params"]]
-        tensors = [tensor for tensor in tensors if tensor.is_leaf and not is_sharded(tensor)]
-        return [tensor for tensor in tensors if self._gradients.track(tensor, name)]
+        found = [tensor for tensor in tensors if tensor.is_leaf and not is_sharded(tensor)]
+        return found, f"{type(optimizer).__name__}'s parameter"
+
+    def _passed(self, tensors: Any = (), *_: object, **__: object) -> None:
+        self._gradients.passed((tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tensors)
 
     def _hooked(self, tensor: Tensor, *_: object, **__: object) -> None:
         self._gradients.hooked(tensor)
