@@ -377,7 +377,7 @@ def test_a_network_keeps_a_copy_of_a_configuration_whose_name_the_notebook_has_b
     notebook.here(f"{NET}config = Config(); config.rate = 2")
     notebook.cell("config")
     notebook.here("config = Config()")
-    notebook.cell("net = Net(globals()['config'])")
+    notebook.cell("net = Net(globals().__getitem__('config'))")
     notebook.here("mine = net.head.config.rate")
     assert notebook.user_ns["mine"] == 2
 

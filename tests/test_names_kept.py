@@ -185,7 +185,7 @@ def test_a_name_that_cannot_be_pulled_stays_what_it_was(run):
 def test_a_pull_that_one_replica_cannot_answer_changes_nothing_and_says_why(run):
     run("z = held = [1]")
     run("%%mirrored --quiet\nz")
-    run("%%mirrored --quiet\nif replica_id: del globals()['z']\nelse: globals()['z'].append(3)")
+    run("%%mirrored --quiet\nif replica_id: del globals()['z']\nelse: globals().__getitem__('z').append(3)")
     with pytest.raises(UsageError, match=r"^replica 1 has no name `z`$") as error:
         run("%mirror pull z")
     assert run("z is held, z") == (True, [1])
