@@ -1527,7 +1527,7 @@ def test_what_replicas_set_later_is_theirs_from_then_on(learner):
 
 
 def test_what_a_replica_that_begins_anew_is_filled_with_has_what_the_notebook_sets(learner):
-    learner.names.restored(1, 0)
+    learner.names.restored(1, 0, ())
     learner.here("learn.rate = 2")
     learner.cell("y = learn.rate")
     assert (learner.names.withheld, learner.user_ns["y"]) == ([], 2)
@@ -1761,6 +1761,7 @@ def test_an_iterator_goes_on_from_where_the_other_side_has_left_it(notebook, mak
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="this Python pickles no itertools")
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")
 def test_a_count_goes_on_from_where_the_other_side_has_left_it(notebook):
     notebook.here("import itertools; x = itertools.count()")
     notebook.cell("first = next(x)")

@@ -227,6 +227,15 @@ def test_what_gets_other_parts_as_replica_0_dies_stays_who_it_is(run):
     assert same_as_in_replica_1(run)
 
 
+def test_a_network_that_cannot_travel_from_a_survivor_is_sent_by_the_notebook_when_a_cell_needs_it(run):
+    run(f"%%mirrored --quiet\n{MADE}part = net[0]")
+    run("%%mirrored --quiet\nimport threading\nnet.lock = threading.Lock()\ntrain(net, opt)")
+    lost(run, "pass")
+    run("%%mirrored --quiet\ntrain(net, opt)\nsame = part is net[0]")
+    assert run("same") is True
+    assert same_as_in_replica_1(run)
+
+
 def test_names_that_a_cell_deleted_whose_replica_0_died_are_deleted(run):
     run("%%mirrored --quiet\nfirst = second = [1]")
     run("held = first")

@@ -313,7 +313,7 @@ def test_a_name_that_a_replica_took_over_from_another_is_deleted_with_the_notebo
     notebook.here("k = 1")
     notebook.cell("k")
     notebook.names.forget_replica(1)
-    notebook.names.restored(1, 0)
+    notebook.names.restored(1, 0, ())
     notebook.here("del k")
     notebook.cell("pass")
     assert ["k" in replica.names for replica in notebook.replicas] == [False, False]

@@ -108,7 +108,7 @@ def test_a_network_that_cannot_travel_any_more_costs_no_session(
     run("%%mirrored\n" + MADE)
     run("%%mirrored\nnet(torch.ones(1, 4))\n" + change)
     kill(shell, 1)
-    run("%%mirrored\nthere = ['net' in globals(), 'other' in globals()]")
+    run("%%mirrored\nthere = [name in globals() for name in ('net', 'other')]")
     assert run("there")[0] == [True, True]
     assert run("there")[1] == [False, True]
 

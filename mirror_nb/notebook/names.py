@@ -82,10 +82,19 @@ class Names:
         for known in (self.shared, self._stand_ins, self._holders, self.lent):
             known.forget_replica(replica_id)
 
-    def restored(self, replica_id: int, source: int) -> None:
-        """The replica took over everything that `source` has."""
+    def restored(self, replica_id: int, source: int, left: Collection[str]) -> None:
+        """The replica took over everything that `source` has, but for the names that are `left`."""
         for known in (self.shared, self._stand_ins, self._holders, self.lent):
             known.restored(replica_id, source)
+        self.shared.forget(replica_id, left)
+        networks = [(name, value) for name, value in list(self.user_ns.items()) if isinstance(value, nn.Module)]
+        there = {id(part) for name, network in networks if name not in left for part in network.modules()}
+        for part in (part for name, network in networks if name in left for part in network.modules()):
+            handle = self.mirrors.find_handle(part)
+            if handle is not None and id(part) not in there:
+                # What the notebook has of it is sent when a cell needs it.
+                self._holders.let_go(handle, replica_id)
+                self.lent.bereave(part, replica_id)
 
     # ------------------------------------------------------------------ out
 

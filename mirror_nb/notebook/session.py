@@ -674,9 +674,8 @@ class Session:
             self._reduce_by(_reduces(self._communication), [self._dashboard] if self._dashboard else [])
         if recovery.source is not None:
             for replica_id in recovery.filled:
-                self._names.restored(replica_id, recovery.source)
+                self._names.restored(replica_id, recovery.source, recovery.left)
                 self._untaught.add(replica_id)
-                self._names.shared.forget(replica_id, recovery.left)
         return [*(mended(deaths, recovery.source, recovery.left) for deaths in alike(gone)), *lost]
 
     def _mended_pool(self) -> Pool | None:

@@ -66,15 +66,18 @@ def cell_names(source: str) -> CellNames:
     # Read inside functions: these run later, when the rest of the cell has bound the name, if it does so on all paths,
     # and no statement before that mentions the function.
     late = _looked_up(scopes.get_children())
+    read = frozenset(reader.read | (late - known))
+    # Where it cannot be sent it is not there.
+    looked_for = set().union(*map(_looked_for, ast.walk(tree))) - read
     asked = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return CellNames(
-        frozenset(reader.read | (late - known)),
+        read | looked_for,
         frozenset(reader.mentioned | late),
         frozenset(reader.bound),
         frozenset(reader.deleted),
         frozenset(reader.paths.union(filter(None, map(_path, ast.walk(tree))))),
         frozenset(reader.imported),
-        frozenset((reader.read | late) & reader.bound - reader.first - asked),
+        frozenset((reader.read | late) & reader.bound - reader.first - asked | looked_for),
     )
 
 
@@ -421,10 +424,8 @@ def _queried(node: ast.AST) -> set[str]:
 
 
 def _asked_for(node: ast.AST) -> set[str]:
-    """What is asked of the namespace: `"x" in globals()`, `globals()["x"]`, `globals().get("x")`, `eval("x")`."""
+    """Names that are asked of the namespace: `globals()["x"]`, `globals().get("x")`, `eval("x")`."""
     match node:
-        case ast.Compare(left=ast.Constant(value=str(name)), comparators=[ast.expr() as where]):
-            return {name} if _is_namespace(where) else set()
         case ast.Subscript(value=where, slice=ast.Constant(value=str(name)), ctx=ast.Load()):
             return {name} if _is_namespace(where) else set()
         case ast.Call(func=ast.Attribute(value=where, attr="get"), args=[ast.Constant(value=str(name)), *_]):
@@ -432,6 +433,14 @@ def _asked_for(node: ast.AST) -> set[str]:
         case ast.Call(func=ast.Name(id="eval"), args=[ast.Constant(value=str(text))]):
             with contextlib.suppress(ValueError, SyntaxError):
                 return _loaded(ast.parse(text.strip(), mode="eval"))
+    return set()
+
+
+def _looked_for(node: ast.AST) -> set[str]:
+    """The name in `"x" in globals()`."""
+    match node:
+        case ast.Compare(left=ast.Constant(value=str(name)), comparators=[ast.expr() as where]):
+            return {name} if _is_namespace(where) else set()
     return set()
 
 
