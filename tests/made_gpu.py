@@ -53,11 +53,16 @@ class MadeGpu:
         return SimpleNamespace(lag=self.lag, wait_event=wait_event)
 
     def _event(self, enable_timing: bool = False) -> Any:
-        event = SimpleNamespace(at=0, query=lambda: self.now >= event.at, synchronize=lambda: None)
+        event = SimpleNamespace(at=0, query=lambda: self._told(self.now >= event.at), synchronize=self._told)
         event.record = lambda stream=None: setattr(event, "at", self.now + (stream.lag if stream else 0))
         # A C float of milliseconds.
         event.elapsed_time = lambda later: float(np.float32((later.at - event.at) / 1e6))
         return event
+
+    def _told(self, answer: Any = None) -> Any:
+        if self.capturing:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        return answer
 
     def allreduce(self, tensors: list[Any], options: Any) -> Any:
         def wait() -> None:

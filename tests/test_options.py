@@ -534,6 +534,24 @@ def test_what_goes_into_a_graph_of_cudas_is_not_timed_by_its_events(monkeypatch)
     assert len(timings) == 1
 
 
+def test_nccl_goes_into_a_graph_of_cudas_behind_steps_that_the_gpu_has_yet_to_finish(monkeypatch):
+    gpu = MadeGpu(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    ops = NcclAllReduce()
+    timings = on_made_gpu(gpu, ops, gpu)
+    flat = torch.ones(4).as_subclass(OnMadeGpu)
+    ops.all_reduce("mean", flat, serial=1).wait()
+    gpu.capturing = True
+    gpu.now += 60_000_000_000
+    for serial in (2, 3):
+        ops.all_reduce("mean", flat, serial=serial).wait()
+    ops.record_ended()
+    assert [timing.serial for timing in timings] == [2, 3]
+    gpu.capturing = False
+    ops.record_ended()
+    assert [timing.serial for timing in timings] == [2, 3, 1]
+
+
 @pytest.mark.gpu
 def test_what_an_op_enqueues_on_a_real_gpu_is_timed_there():
     class Sleeping(CrossDeviceOps):

@@ -240,6 +240,9 @@ class CrossDeviceOps(abc.ABC):
     @final
     def record_ended(self) -> None:
         """Record the timings of what a GPU has finished since; called by every `all_reduce`, it never waits."""
+        if self._unrecorded and self._timed_by_gpu and torch.cuda.is_current_stream_capturing():
+            # To ask an event would end the recording of a graph.
+            return
         while self._unrecorded and self._unrecorded[0].done():
             self._unrecorded.popleft().record()
 

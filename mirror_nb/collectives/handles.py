@@ -141,14 +141,14 @@ class BetweenEvents(Handle):
     """A collective on a GPU whose own handle tells no times: two events do, on the current stream as a rule.
 
     One that goes on beside that stream counts until the stream comes to wait for it, unless it is known when it has
-    `ended`.
+    `ended`. Without an `anchor` it tells no times, and asks the events for none.
     """
 
     def __init__(
         self,
         handle: Handle,
         started: torch.cuda.Event,
-        anchor: Anchor,
+        anchor: Anchor | None,
         device: torch.device,
         ended: torch.cuda.Event | None = None,
     ) -> None:
@@ -171,16 +171,16 @@ class BetweenEvents(Handle):
 
     def done(self) -> bool:
         """Whether the GPU has come to its end."""
-        return self._handle.done() if self._ended is None else self._ended.query()
+        return self._handle.done() if self._ended is None or self._anchor is None else self._ended.query()
 
     @property
     def ends_after_wait(self) -> bool:
-        """Return True: the GPU is behind."""
-        return True
+        """Return True where there are times: the GPU is behind."""
+        return self._anchor is not None
 
     def times(self) -> tuple[int, int] | None:
         """What the GPU's clock said, once it is done."""
-        if self._ended is None:
+        if self._ended is None or self._anchor is None:
             return None
         started = self._anchor.reading(self._started)
         return self._handle.times() or (started, started + between(self._started, self._ended))

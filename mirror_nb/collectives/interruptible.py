@@ -160,7 +160,10 @@ class InterruptibleGroup(dist.ProcessGroup):
         """Start a collective by the inner group's method `name`, never through shared memory."""
         if self._nccl is not None and _on_cuda((*args, *kwargs.values())):
             # NCCL's wait makes the stream wait, not this thread: its handle is given as it is.
-            self._begun[label] += 1
+            if label in _BETWEEN_TWO:
+                self._between[label, _partner(name, args, kwargs)] += 1
+            else:
+                self._begun[label] += 1
             return self._begin(name, args, kwargs)
         operation = Operation(label, (*args, *kwargs.values()), self._seconds_of(args, kwargs), self)
         if gap := through_memory.gap(label, args, kwargs, self.size()):
@@ -171,7 +174,7 @@ class InterruptibleGroup(dist.ProcessGroup):
             if label not in _BETWEEN_TWO and self.shared is not None:
                 return InterruptibleWork(operation, None, self._announce(self.shared, operation, begin, args, kwargs))
             if label in _BETWEEN_TWO:
-                partner = None if name == "recv_anysource" else _partner(args, kwargs)
+                partner = _partner(name, args, kwargs)
                 self._between[label, partner] += 1
                 if partner is not None:
                     operation.partner, operation.number = partner, self._between[label, partner]
@@ -240,6 +243,12 @@ class InterruptibleGroup(dist.ProcessGroup):
             self._marked = self._begun.copy()
         if self.shared is not None:
             self.shared.mark()
+
+    @property
+    def begun_since(self) -> int:
+        """How many collectives were begun here since the last `mark`, by NCCL too; -1: nobody has counted."""
+        shared = self.shared
+        return -1 if shared is None else shared.issued_since + self._begun.total() - self._marked.total()
 
     def standing(self) -> Collectives:
         """What was begun here and what is waited for."""
@@ -484,8 +493,10 @@ def _behind_here(begin: Callable[[], None], cuda: torch.device | None) -> Callab
     return as_here(run)
 
 
-def _partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the rank that a send or a receive names."""
+def _partner(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the rank that a send or a receive names; None: any."""
+    if name == "recv_anysource":
+        return None
     named = args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank"))
     return None if named is None else int(named)
 

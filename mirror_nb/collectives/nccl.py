@@ -45,7 +45,8 @@ class NcclAllReduce(CrossDeviceOps):
             return self._copies.start(op, flat)
         if self._stream is None:
             self._stream = torch.cuda.Stream(flat.device)
-        anchor = self._anchor(flat.device)
+        # An event of a graph that is being recorded tells no time, and to ask for one would end the recording.
+        anchor = None if torch.cuda.is_current_stream_capturing() else self._anchor(flat.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op is ReduceOp.MEAN else dist.ReduceOp.SUM)
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

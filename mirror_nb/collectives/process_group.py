@@ -174,8 +174,7 @@ def usable() -> bool:
 
 def begun() -> int:
     """Return how many collectives of the default group were begun here since `mark`; -1: nobody has counted."""
-    shared: Any = getattr(dist.group.WORLD, "shared", None)
-    return -1 if shared is None else int(shared.issued_since)
+    return int(getattr(dist.group.WORLD, "begun_since", -1))
 
 
 def standing() -> list[Collectives]:
