@@ -1304,6 +1304,20 @@ def test_replicas_that_cannot_start_say_why(unstarted):
         unstarted.start()
 
 
+BUSY = """
+def setup(replica):
+    raise RuntimeError("CUDA error: device(s) busy or unavailable\\nCompile with TORCH_USE_CUDA_DSA\\n")
+"""
+
+
+def test_of_an_error_of_several_lines_replicas_that_cannot_start_say_the_first(unstarted, tmp_path, monkeypatch):
+    (tmp_path / "of_a_busy_gpu.py").write_text(BUSY)
+    monkeypatch.syspath_prepend(tmp_path)
+    unstarted._setup = "of_a_busy_gpu:setup"
+    with pytest.raises(ReplicaError, match=r"exit code 1: RuntimeError: CUDA error: device\(s\) busy or unav"):
+        unstarted.start()
+
+
 def test_replicas_that_are_killed_as_they_start_leave_nothing_open(two, monkeypatch):
     launch, strikes = two._launch, iter([True] * 4)
 

@@ -168,8 +168,7 @@ class Pool(Followed):
             replaced += gone
             self._replace(gone)
         assert report is not None
-        # Of a replica that could not begin, the last line of what it said tells why.
-        reasons = [": ".join([str(d), *said.get(d.replica_id, "").splitlines()[-1:]]) for d in report.deaths]
+        reasons = [": ".join([str(d), *_why(said.get(d.replica_id, ""))]) for d in report.deaths]
         reasons += [f"replica {r}: {f.type_name}: {f.message}" for r, f in report.failures.items()]
         raise ReplicaError(f"the replicas could not form a process group: {'; '.join(reasons)}")
 
@@ -291,3 +290,13 @@ class Pool(Followed):
         """Give a replica a message that nobody waits for; once the pool is closed it is dropped."""
         if not self._closed:
             self.send([replica_id], message)
+
+
+def _why(said: str) -> list[str]:
+    """Return the line that says why a replica could not begin, of what it said, if there is one.
+
+    CUDA's errors go on for several lines, of which the last ones say how to find others.
+    """
+    lines = said.splitlines()
+    behind_frames = next((i for i in range(len(lines), 0, -1) if lines[i - 1].startswith("  ")), len(lines))
+    return lines[behind_frames : behind_frames + 1] or lines[-1:]
