@@ -545,6 +545,18 @@ def test_replicas_follow_before_each_call_and_in_all_in_each_cell_of_a_notebook(
     assert two.run(look)[4] is False
 
 
+def test_kernels_that_the_notebook_does_without_replicas_do_without(two, own):
+    def allowed() -> tuple[bool, ...]:
+        cublas = torch.backends.cuda.matmul
+        halves = cublas.allow_fp16_reduced_precision_reduction, cublas.allow_bf16_reduced_precision_reduction
+        return torch.backends.cudnn.enabled, *halves
+
+    assert two.run(allowed) == (True, True, True)
+    torch.backends.cudnn.enabled = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    surroundings.new_moment()
+    assert two.run(allowed) == (False, True, False)
+
+
 def test_what_is_set_in_a_module_of_the_users_holds_in_the_replicas(two, own, tmp_path, monkeypatch):
     (tmp_path / "mirror_nb_rates.py").write_text("RATE = 0.5\ndef rate(): return RATE\n")
     monkeypatch.syspath_prepend(tmp_path)

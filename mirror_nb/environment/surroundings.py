@@ -47,11 +47,14 @@ _FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
 }
 # How to read a setting and to change it, and its value in a new process.
 _ATTRIBUTES: dict[str, Any] = {
+    "cudnn.enabled": True,
     "cudnn.benchmark": False,
     "cudnn.deterministic": False,
     "cudnn.allow_tf32": True,
     "fp32_precision": "none",
     "cuda.matmul.fp32_precision": "none",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": True,
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": True,
     "cudnn.conv.fp32_precision": "tf32",
     "cudnn.rnn.fp32_precision": "tf32",
 }
