@@ -21,10 +21,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_gpu import OnMadeGpu
 from torch import nn
 
 from mirror_nb.channel import Channel
 from mirror_nb.errors import TransferError
+from mirror_nb.transfer import packing
 from mirror_nb.transfer.nest import DEPTH
 from mirror_nb.transfer.opening import NotRebuilt, unpack
 from mirror_nb.transfer.packing import IN_BAND_BYTES, Begins, SearchPath, pack
@@ -812,6 +814,16 @@ def test_a_generator_goes_on_where_it_stood():
     torch.rand(5, generator=dice)
     arrived = unpack(pack(dice).payload, None)[0]
     assert torch.equal(torch.rand(3, generator=arrived), torch.rand(3, generator=dice))
+
+
+def test_what_is_too_large_to_travel_is_not_copied_from_its_gpu(monkeypatch):
+    class There(OnMadeGpu):
+        def cpu(self):
+            pytest.fail("copied")
+
+    monkeypatch.setattr(packing, "with_memory", lambda tensor: tensor.as_subclass(There))
+    with pytest.raises(TooLarge):
+        pack({"x": torch.zeros(1000)}, limit=3999, in_band=True)
 
 
 @pytest.mark.gpu

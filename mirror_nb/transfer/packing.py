@@ -166,6 +166,7 @@ class _Packer(Pickler):
         joined: _Joined,
     ) -> None:
         self._joined = joined
+        self._budget = budget
         self.outside = _Outside(budget)
         super().__init__(file, protocol=5, buffer_callback=None if in_band else self.outside)
         self.global_names: set[str] = set()
@@ -299,6 +300,9 @@ class _Packer(Pickler):
         data = with_memory(tensor).detach()
         on_device = data.device.type != "cpu"
         if on_device:
+            if self._budget is not None and data.nbytes > self._budget:
+                # Before it is copied: that takes a second for some GB, and as much of the machine's memory.
+                raise TooLarge
             data = data.cpu()
         start = int(data.storage_offset()) * data.itemsize
         nbytes = max(needed(data) - start, 0)
