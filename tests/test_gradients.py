@@ -11,6 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -19,13 +20,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from crew import Crew, Replica, batches, check_as_plain, in_scope, network, small_buckets, values
+from made_gpu import Slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mirror_nb.collectives.base import Member
 from mirror_nb.errors import PeerFailed, ReplicaError, ReplicaTimeout, UsageError
 from mirror_nb.gradients import agreement
-from mirror_nb.gradients.buckets import PATIENCE, Agreed, History
+from mirror_nb.gradients.buckets import PATIENCE, Agreed, History, Plan
 from mirror_nb.gradients.matching import Portrait
+from mirror_nb.gradients.rounds import Round
 from mirror_nb.gradients.synchronizer import GradientSynchronizer
 from mirror_nb.steps.steering import QUIET
 
@@ -827,6 +831,22 @@ def test_alternating_losses_need_one_set_of_buckets_once_their_order_is_known(tw
 
     tail = 2 + 1 + 2 + len(QUIET)
     assert two.run(look) == [[[100 + tail], [1000 + tail]]] * 2
+
+
+def test_a_network_on_another_replicas_gpu_is_an_error_that_names_the_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class There(nn.Parameter):
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cuda:0")
+
+    ops, gradients = Slow(), GradientSynchronizer(1, 2)
+    ops.bind(Member(1, 2, torch.device("cuda:1"), SimpleNamespace(shared=None)))
+    gradients.use(ops)
+    monkeypatch.setattr(gradients, "_begin", lambda: Round(Plan.cut(frozenset(), [], 1, 1, True), lambda: None))
+    weight = There(torch.ones(2))
+    gradients.track(weight, "Linear.weight")
+    with pytest.raises(UsageError, match=r"Linear.weight is on cuda:0, but replica 1 computes on cuda:1; .* 'cuda:0'"):
+        (weight * 2).sum().backward()
 
 
 def test_a_model_made_anew_takes_the_place_of_the_old_one(two: Crew) -> None:

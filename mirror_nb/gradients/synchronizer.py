@@ -409,6 +409,7 @@ class GradientSynchronizer:
             return
         tracked.round = round_
         if number is None:
+            self._check_place(tracked, parameter)
             round_.unknown.append(tracked)
             return
         if is_sparse(parameter.grad) and not self._agreement.agreed[number].sparse:
@@ -421,6 +422,16 @@ class GradientSynchronizer:
             round_.lacking[bucket] -= 1
             if bucket == round_.launched and not round_.lacking[bucket]:
                 self._launch_ready(round_)
+
+    def _check_place(self, tracked: Tracked, parameter: nn.Parameter) -> None:
+        own = None if self._ops is None else self._ops.member.device
+        if own is not None and own.type == parameter.device.type == "cuda" and own != parameter.device:
+            # On another replica's GPU, NCCL would wait for ever.
+            raise UsageError(
+                f"parameter {tracked.name} is on {parameter.device}, but replica {self.replica_id} computes on {own}; "
+                f"where the code says {str(parameter.device)!r}, take 'cuda' or the strategy's `device`: each replica "
+                "has its own"
+            )
 
     def _launch_ready(self, round_: Round) -> None:
         while round_.launched < round_.plan.early and not round_.lacking[round_.launched]:
