@@ -42,9 +42,10 @@ class CommunicationOptions:
     """How gradients travel.
 
     `bytes_per_pack`: size of a gradient bucket; 0 means the default, 25 MiB, as in TensorFlow. `timeout_seconds`: how
-    long a replica on the CPU waits for a collective; None: as long as the process group allows. GPUs are waited for by
-    NCCL's own watch. `implementation`: the name of cross-device ops, or "auto" for the default of the devices,
-    unmeasured. `compression`: "bf16" for gradients of fp32 in half the bytes, rounded to 8 bits; None: as they are.
+    long a replica on the CPU waits for a collective; None: as long as the process group allows. A GPU waits until the
+    cell is interrupted or a replica fails, under torchrun as long as NCCL's own watch allows. `implementation`: the
+    name of cross-device ops, or "auto" for the default of the devices, unmeasured. `compression`: "bf16" for gradients
+    of fp32 in half the bytes, rounded to 8 bits; None: as they are.
 
     Raises UsageError for sizes and times that cannot be, and for an implementation that is not there.
     """
