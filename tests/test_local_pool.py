@@ -1358,7 +1358,12 @@ def test_replicas_that_are_killed_as_they_start_leave_nothing_open(two, monkeypa
         "if replica_id == 0: work = dist.all_reduce(torch.full((2,), 1000.0), async_op=True)",
         "if replica_id == 0:\n    with contextlib.suppress(Exception):\n"
         "        dist.all_reduce(torch.ones(2), async_op=True).wait(datetime.timedelta(seconds=0.1))",
+        # As NCCL: on GPUs nobody waits.
+        "class OnGpu(torch.Tensor):\n    is_cuda, is_cpu = True, False\ndist.group.WORLD._nccl = object()\n"
+        "if replica_id == 0: work = dist.all_reduce(torch.ones(2).as_subclass(OnGpu), async_op=True)\n"
+        "dist.group.WORLD._nccl = None",
     ],
+    ids=["work", "late", "on a GPU"],
 )
 def test_what_a_cell_begins_and_leaves_is_not_taken_for_what_the_next_one_begins(two, source):
     imports = "import contextlib, datetime, torch\nimport torch.distributed as dist\n"

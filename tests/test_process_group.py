@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 import pytest
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from mirror_nb.collectives import process_group, waiting
+from mirror_nb.collectives import interruptible, process_group, waiting
 from mirror_nb.collectives.interruptible import InterruptibleGroup
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Rendezvous
@@ -1347,6 +1348,81 @@ def test_every_communicating_method_of_torchs_group_is_wrapped() -> None:
     assert communicating
     # Which torch 2.14 has for groups that it forms itself; ours are formed anew by the pool.
     assert communicating - {"reconfigure"} <= set(ours)
+
+
+class MadeNccl:
+    """NCCL of the test's making, on a GPU that a look finds at work `behind` times; tells what is done with it."""
+
+    def __init__(self, behind: int) -> None:
+        self.said: list[str] = []
+        self._behind = behind
+
+    def query(self) -> bool:
+        self._behind -= 1
+        if self._behind == -1:
+            self.said.append("is done")
+        return self._behind < 0
+
+    def _group_start(self) -> None:
+        self.said.append("start")
+
+    def _group_end(self) -> None:
+        self.said.append("end")
+
+    def abort(self) -> None:
+        self.said.append("abort")
+
+    def shutdown(self) -> None:
+        self.said.append("waits for all")
+
+
+@pytest.mark.parametrize("behind", [3, 10**9], ids=["behind", "stuck"])
+@pytest.mark.parametrize("way", ["abort", "dissolve"])
+def test_a_gpu_has_time_for_what_all_came_to_and_what_it_waits_for_then_is_ended(
+    processes: Crew, way: str, behind: int
+) -> None:
+    def end(_: int) -> list[str]:
+        group: Any = dist.group.WORLD
+        nccl = group._nccl = MadeNccl(behind)
+        stream = mock.patch.object(torch.cuda, "current_stream", return_value=nccl)
+        with stream, mock.patch.object(interruptible, "PATIENCE", 0.1):
+            process_group.abort(PeerFailed("replica 1 raised")) if way == "abort" else process_group.dissolve()
+            for thread in threading.enumerate():
+                if thread.name.startswith(("mirror_nb ends", "mirror_nb lets")):
+                    thread.join(DEADLINE)
+        return nccl.said
+
+    processes.form()
+    said = ["start", "abort", "end"]
+    assert processes.call(end) == [said if behind > 3 else ["is done", *said]] * N
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU; its memory is the CPU's, where gloo carries it."""
+
+    is_cuda = True  # type: ignore[assignment]
+    is_cpu = False  # type: ignore[assignment]
+
+
+def test_what_nccl_was_given_counts_and_what_two_send_each_other_counts_for_those_two(processes: Crew) -> None:
+    def count(replica_id: int) -> tuple[int, int, tuple[Any, ...]]:
+        group: Any = dist.group.WORLD
+        group._nccl = object()
+        dist.all_reduce(torch.ones(1))
+        process_group.mark()
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1).as_subclass(OnGpu), async_op=True).wait()
+        both = process_group.begun()
+        if replica_id == 0:
+            dist.send(torch.ones(1).as_subclass(OnGpu), 1)
+        elif replica_id == 1:
+            dist.recv(torch.ones(1).as_subclass(OnGpu), 0)
+        (standing,) = process_group.standing()
+        group._nccl = None
+        return both, process_group.begun(), standing.between
+
+    processes.form()
+    assert processes.call(count) == [(2, 2, (("send", 1, 1),)), (2, 2, (("recv", 0, 1),)), (2, 2, ())]
 
 
 @pytest.mark.gpu

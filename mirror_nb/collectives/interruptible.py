@@ -61,6 +61,11 @@ _COLLECTIVES = {
 # What two members do by themselves: the others need not know.
 _BETWEEN_TWO = frozenset({"send", "recv"})
 
+PATIENCE = 0.5
+# Seconds: a GPU may be some steps behind, and a sum of theirs that is cut short goes into the parameters.
+_LOOK_SECONDS = 0.002
+# Between two looks whether it has done them.
+
 _TENSORS = (list, tuple, torch.Tensor)
 # Arguments that are no options: to ask them for one's attributes takes half a microsecond.
 _NO_TIME = timedelta(0)
@@ -451,12 +456,17 @@ for _name in _PASSED_ON:
         setattr(InterruptibleGroup, _name, _passed_on(_name))
 
 
-def abort_nccl(communicators: list[Any]) -> None:
-    """End what NCCL has under way, also of communicators that are broken already; None is passed over."""
+def abort_nccl(communicators: list[Any], device: torch.device | None = None) -> None:
+    """End what NCCL has under way, also of communicators that are broken already; None is passed over.
+
+    `device`: the GPU that has PATIENCE seconds to come to the end by itself; None: at once.
+    """
     found = [nccl for nccl in communicators if nccl is not None]
     if not found:
         return
-    # The caller is the control thread: what NCCL says of a broken communicator must not end it.
+    if device is not None:
+        _let_finish(device)
+    # What NCCL says of a broken communicator must end nobody's thread.
     with contextlib.suppress(RuntimeError, AttributeError):
         # As one group, as torch does it: aborts one after the other may wait for each other.
         found[0]._group_start()
@@ -465,6 +475,15 @@ def abort_nccl(communicators: list[Any]) -> None:
                 nccl.abort()
         finally:
             found[0]._group_end()
+
+
+def _let_finish(device: torch.device) -> None:
+    """Wait until a GPU, which is behind, has done what it was given; not for what its peers do not come to."""
+    deadline = time.monotonic() + PATIENCE
+    # One that is lost, or records a graph, answers no questions.
+    with contextlib.suppress(RuntimeError):
+        while not torch.cuda.current_stream(device).query() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
 
 
 def bury(inner: list[Any], nccl: Any) -> None:

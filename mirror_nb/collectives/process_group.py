@@ -21,6 +21,7 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -129,9 +130,13 @@ def dissolve() -> None:
     """Forget the default group and all subgroups at once, without waiting for anybody.
 
     Collectives that are still live fail. Groups that have work in flight are parked in a thread that ends
-    with that work. After an `abort`, collectives go on to raise its error until the next `form`.
+    with that work; what a GPU does not come to the end of is ended. After an `abort`, collectives go on to raise
+    its error until the next `form`.
     """
-    for group in state.take_groups():
+    groups = state.take_groups()
+    # To shut it down would wait for peers that have left, and leave this GPU to a kernel that waits for them.
+    abort_nccl([group.take_nccl() for group in groups], state.device)
+    for group in groups:
         group.retire(PeerFailed("the process group was dissolved while this collective ran"))
     _forget_world()
 
@@ -146,8 +151,12 @@ def abort(error: BaseException) -> None:
         operation.fail(error)
     for group in groups:
         group.abort_shared(error)
-    # After the CPU's waits are free: NCCL's abort may take its time.
-    abort_nccl([group.take_nccl() for group in groups])
+    communicators = [group.take_nccl() for group in groups]
+    if any(communicators):
+        # Beside this thread, which may have more to hear: a GPU that is behind has time to do what all have come to.
+        threading.Thread(
+            target=abort_nccl, args=(communicators, state.device), name="mirror_nb ends NCCL", daemon=True
+        ).start()
 
 
 def aborted() -> bool:
