@@ -702,6 +702,15 @@ def test_a_thread_closes_the_iterator_that_it_goes_through():
     assert list(ahead(items(), 1)) == list(range(10))
 
 
+def test_a_thread_that_loads_ahead_is_at_the_gpu_of_its_caller(monkeypatch):
+    at = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(at, "gpu", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(at, "gpu", gpu))
+    torch.cuda.set_device(1)
+    assert list(ahead((torch.cuda.current_device() for _ in range(4)), 2)) == [1] * 4
+
+
 # ---- batches from a function --------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any, Generic, TypeVar, cast, final
 
+import torch
+
 T = TypeVar("T")
 _END: Any = object()
 _GRACE = 5.0
@@ -44,6 +46,8 @@ class _Buffer(Generic[T]):
         self._left = False
         self._over = False
         self._error: BaseException | None = None
+        # A thread begins at the first GPU, whichever its caller is at: what a dataset takes to "cuda" goes there.
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # A daemon: a dataset that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._fill, name="mirror_nb prefetch", daemon=True)
         self._thread.start()
@@ -71,6 +75,8 @@ class _Buffer(Generic[T]):
 
     def _fill(self) -> None:
         try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
             while self._has_room() and (item := next(self._items, _END)) is not _END:
                 with self._changed:
                     self._ready.append(item)
