@@ -134,6 +134,31 @@ def test_what_is_about_memory_and_how_much_was_asked():
     assert full.memory(MemoryError(said), torch.device("cpu")).startswith("asked for 512 MiB; ")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.distributed.DistBackendError("ncclUnhandledCudaError: …\nLast error:\nCuda failure 2 'out of memory'"),
+    ],
+    ids=["CUDA", "cuBLAS", "NCCL"],
+)
+def test_what_cuda_and_its_libraries_lack_for_themselves_is_a_gpus_memory(monkeypatch, error):
+    def full_up(device):
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**21)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**24, 2**30))
+    lack = full.cause(error)
+    assert lack is error
+    said = "it does not say how much was asked for; 16 MiB of 1 GiB free; torch has reserved 2 MiB, 1 MiB in use"
+    assert full.memory(lack, torch.device("cuda:0")) == said
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full_up)
+    assert full.memory(lack, torch.device("cuda:0")) == said.replace("16 MiB of 1 GiB free; ", "")
+
+
 @pytest.mark.gpu
 def test_a_full_gpu_tells_what_is_free_and_reserved_and_the_next_cell_has_it():
     with LocalPool((Device("cuda", 0),), setup=SETUP) as pool:

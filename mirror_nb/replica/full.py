@@ -5,6 +5,7 @@ Knows torch's and NumPy's words for it. Knows no replica and no channel.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from mirror_nb.readable import size
 from mirror_nb.transfer.raised import chain, text
 
 _CPU = "DefaultCPUAllocator: can't allocate memory"
+_GPU = re.compile(r"CUDA error: out of memory|_STATUS_ALLOC_FAILED|Cuda failure.{0,4}'out of memory'")
+# What CUDA, cuBLAS, cuDNN and NCCL lack for themselves: torch has no error of its own for that.
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)|[Uu]nable to allocate ([\d.]+) (bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -25,7 +28,7 @@ def cause(error: BaseException) -> BaseException | None:
     for one in chain(error, suppressed=False):
         if isinstance(one, torch.OutOfMemoryError | MemoryError):
             return one
-        if isinstance(one, RuntimeError) and _CPU in text(one):
+        if isinstance(one, RuntimeError) and (_CPU in text(one) or _GPU.search(text(one))):
             return one
     return None
 
@@ -34,10 +37,14 @@ def memory(error: BaseException, device: torch.device) -> str:
     """Say what was asked, what is free and what is reserved, as of now: before what failed is let go."""
     asked = _asked(text(error))
     parts = [f"asked for {size(asked)}" if asked is not None else "it does not say how much was asked for"]
-    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info(device)
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or _GPU.search(text(error)) is not None
+    if on_gpu and torch.cuda.is_available():
+        # Where others have all of it, there is not even room to ask.
+        with contextlib.suppress(torch.AcceleratorError):
+            free, total = torch.cuda.mem_get_info(device)
+            parts.append(f"{size(free)} of {size(total)} free")
         reserved, held = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        parts += [f"{size(free)} of {size(total)} free", f"torch has reserved {size(reserved)}, {size(held)} in use"]
+        parts.append(f"torch has reserved {size(reserved)}, {size(held)} in use")
     else:
         there = usable()
         parts += [f"{size(there.free)} of {size(there.total)} free"]
