@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -94,6 +95,19 @@ def test_what_cannot_be_fused_is_not_tried():
     adam = torch.optim.Adam(parameters)
     assert step_times(adam, largest=6) is None
     assert step_times(adam, largest=7) is not None
+
+
+class OnGpu(torch.nn.Parameter):
+    """A parameter that says it is on a GPU, though its memory is the CPU's."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_step_on_a_gpu_has_taken_as_long_as_that_takes_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(0.005))
+    times = step_times(torch.optim.SGD([OnGpu(torch.ones(2))], 0.1))
+    assert times is not None
+    assert min(times) > 5
 
 
 def test_nothing_is_tried_in_a_short_training_or_where_nobody_looks(monkeypatch):
