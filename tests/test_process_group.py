@@ -31,7 +31,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from mirror_nb.collectives import interruptible, process_group, waiting
-from mirror_nb.collectives.interruptible import InterruptibleGroup
+from mirror_nb.collectives.base import Member
+from mirror_nb.collectives.interruptible import InterruptibleGroup, Opened
 from mirror_nb.errors import PeerFailed, ReplicaTimeout, UsageError
 from mirror_nb.messages import Rendezvous
 
@@ -1402,6 +1403,21 @@ class OnGpu(torch.Tensor):
 
     is_cuda = True  # type: ignore[assignment]
     is_cpu = False  # type: ignore[assignment]
+
+
+def test_after_an_abort_nobody_looks_for_another_way_than_nccl(processes: Crew) -> None:
+    def look(replica_id: int) -> tuple[bool, bool, Any]:
+        group: Any = dist.group.WORLD
+        member = Member(replica_id, N, torch.device("cuda"), group)
+        nccl = MadeNccl(0)
+        group.adopt(Opened(group._inner, group._store, timedelta(seconds=DEADLINE), nccl, group.shared))
+        had = member.has_nccl
+        with mock.patch.object(torch.cuda, "current_stream", return_value=nccl):
+            process_group.abort(PeerFailed("replica 1 raised"))
+        return had, member.has_nccl, outcome(lambda: dist.all_reduce(torch.ones(1).as_subclass(OnGpu)))
+
+    processes.form()
+    assert processes.call(look) == [(True, True, ("PeerFailed", "replica 1 raised"))] * N
 
 
 def test_what_nccl_was_given_counts_and_what_two_send_each_other_counts_for_those_two(processes: Crew) -> None:

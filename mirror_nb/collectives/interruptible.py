@@ -147,6 +147,9 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._seconds = opened.timeout.total_seconds()
         self._devices: list[torch.device] = opened.inner._device_types
         self.backend_config = opened.backend_config
+        self.carrier = "gloo" if opened.nccl is None else "nccl"
+        # What carries tensors from a replica's device. After an abort, too: who took another way would lay out memory
+        # for it, and then hear of the abort.
         with state.lock:
             state.groups.add(self)
 
@@ -373,11 +376,6 @@ class InterruptibleGroup(dist.ProcessGroup):
         """What torch.distributed's own abort calls: ends this group's collectives, and the group."""
         abort_nccl([self.take_nccl()])
         self.retire(PeerFailed("the process group was aborted while this collective ran"))
-
-    @property
-    def carrier(self) -> str:
-        """What carries this group's tensors from a replica's device: "gloo" or "nccl"."""
-        return "gloo" if self._nccl is None else "nccl"
 
     def getBackendName(self) -> str:  # noqa: N802
         # Not the carrier: DDP's logger would look for a backend of that name in C++, where there is none.
