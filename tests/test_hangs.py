@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ from mirror_nb.messages import Collectives, Wait, Whereabouts
 from mirror_nb.pool import following, hangs, last_words, outside
 from mirror_nb.pool.failures import raise_for
 from mirror_nb.pool.local import LocalPool
+from mirror_nb.replica import whereabouts
 from mirror_nb.telemetry import samples
 
 BEGIN = "import torch, torch.distributed as dist, time, os, signal\nmodel = torch.nn.Linear(2, 2)\n"
@@ -653,3 +655,20 @@ def test_a_replica_whose_own_thread_fails_says_so_before_it_ends(two):
     assert "OSError: out of order" in ran.text[1]
     assert "mirror_nb's own thread in this replica failed, which ends it" in ran.text[1]
     goes_on(two)
+
+
+def test_a_replica_whose_gpu_goes_backward_waits_for_gradients_in_a_thread_of_autograds():
+    inside, over = threading.Event(), threading.Event()
+    names = {"__name__": "mirror_nb.gradients.synchronizer", "inside": inside, "over": over}
+    exec("def end_of_backward(): inside.set(); over.wait()", names)
+    thread = threading.Thread(target=names["end_of_backward"])
+    thread.start()
+    try:
+        assert inside.wait(20)
+        mine = threading.get_ident()
+        assert whereabouts.look(1, 7, mine, {}).gradients
+        assert not whereabouts.look(1, None, mine, {}).gradients
+    finally:
+        over.set()
+        thread.join()
+    assert not whereabouts.look(1, 7, mine, {}).gradients

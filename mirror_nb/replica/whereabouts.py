@@ -36,10 +36,15 @@ def look(question: int, request: int | None, main_thread: int, cells: Mapping[st
         request,
         "" if mine is None else _line(mine, mine.f_lineno, cells),
         "" if frame is None or frame is mine else _inside(frame),
-        any(_module(one) == "mirror_nb.gradients.synchronizer" for one in _outwards(frame)),
+        frame is not None and any(map(_synchronizes, frames.values())),
         any(_users(other) is not None for thread, other in frames.items() if thread not in ours),
         tuple(process_group.standing()),
     )
+
+
+def _synchronizes(frame: FrameType) -> bool:
+    # In any thread: of what is on a GPU, autograd's own ends the backward pass.
+    return any(_module(one) == "mirror_nb.gradients.synchronizer" for one in _outwards(frame))
 
 
 def waits(frame: FrameType | None) -> bool:
