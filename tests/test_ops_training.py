@@ -577,3 +577,6 @@ def test_ops_that_are_assigned_on_one_replica_only_are_named_as_the_reason():
         for name in ("gloo", "one_device"):
             with pytest.raises(UsageError, match=r"`cross_device_ops` differs between the replicas.*assign it alike"):
                 strategy.run(step, args=(name,))
+            strategy.cross_device_ops = "shared_memory"
+            for _ in range(3):
+                strategy.run(lambda: model(torch.ones(2, 3)).sum().backward())

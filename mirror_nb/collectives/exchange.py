@@ -82,9 +82,13 @@ def different(said: Sequence[str]) -> Exception:
 
 
 def _by_other_ops(said: Sequence[str]) -> bool:
-    """Whether these are the same gradients on every replica, of which other collectives are made."""
-    gradients = [re.search(r" of (\w+\[[\d, ]*\]).* for gradients", text) for text in said]
-    return len({found and found[1] for found in gradients}) == 1 and None not in gradients
+    """Whether it is for gradients on every replica, which other ops, or new ones on some of them, reduce."""
+    gradients = [re.search(r"^(\w+).* of (\w+\[[\d, ]*\]).* for gradients", text) for text in said]
+    if None in gradients:
+        return False
+    kinds, tensors = zip(*(found.groups() for found in gradients if found), strict=True)
+    # Whose op is new gathers where its buckets lie before it reduces them.
+    return len(set(tensors)) == 1 or len({kind == "all_gather" for kind in kinds}) > 1
 
 
 def fresh(error: BaseException) -> BaseException:
