@@ -48,6 +48,15 @@ model(torch.full((3, 4), float(replica_id + 1))).sum().backward()
 optimizer.step()
 weights = net.weight.detach().clone()
 """
+SCRIPT = """%%mirrored
+torch.distributed.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(3, 4)).sum().backward()
+optimizer.step()
+weights = model.module.weight.detach().clone()
+torch.distributed.destroy_process_group()
+"""
 
 
 @pytest.fixture
@@ -105,6 +114,14 @@ def test_a_new_replica_and_new_replicas_get_a_real_one(run: Run, shell: Interact
     assert run("real") is True
     run(STEP)
     assert torch.allclose(run("weights"), expected - 0.1 * (4.5 + 0.5 * 6.75))
+
+
+def test_the_notebook_has_it_where_the_cell_ends_as_a_script_does(run: Run) -> None:
+    run(SCRIPT)
+    assert torch.equal(run("model.module.weight"), run("weights"))
+    run(STEP.replace("net.weight", "model.module.weight"))
+    assert torch.equal(run("model.module.weight"), run("weights"))
+    assert not run("optimizer").param_groups[0]["momentum"]
 
 
 def test_one_of_another_process_group_stays_in_the_replicas_alone(run: Run) -> None:

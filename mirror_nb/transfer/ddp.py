@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any, SupportsIndex
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +39,14 @@ def reduce_ddp(module: nn.Module, begin: Any) -> tuple[Any, ...] | None:
     """
     if not isinstance(module, DistributedDataParallel):
         return None
-    return begin, (_kind_of(module),), module.__getstate__()
+    if dist.is_initialized() or isinstance(module, _Alone):
+        return begin, (_kind_of(module),), module.__getstate__()
+    # A script's last line has destroyed it, and torch asks for it all the same.
+    dist.group.WORLD = module.process_group
+    try:
+        return begin, (_kind_of(module),), module.__getstate__()
+    finally:
+        dist.group.WORLD = None
 
 
 def begun(kind: type[DistributedDataParallel], alone: bool) -> DistributedDataParallel:
