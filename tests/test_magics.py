@@ -105,6 +105,22 @@ def test_ops_that_a_cell_chooses_are_told_until_no_replica_is_left_that_has_them
     assert pool.notice().operation == "SharedMemoryAllReduce"
 
 
+def test_the_class_of_ops_that_a_cell_writes_and_chooses_is_one_class_in_the_notebook(run, shell):
+    run("""%%mirrored
+import mirror_nb as mnb
+class Own(mnb.CrossDeviceOps):
+    def start(self, op, flat):
+        return mnb.GlooAllReduce.start(self, op, flat)
+    def unfit_for(self, devices):
+        return None
+class Further(Own):
+    pass
+strategy.cross_device_ops = Further()
+""")
+    assert issubclass(shell.user_ns["Further"], shell.user_ns["Own"])
+    assert "Further" in run("%mirror status")[1]
+
+
 def test_what_stands_in_quotation_marks_is_one_argument(run):
     run("%mirror stop")
     started = run("""%mirror start --devices "cpu:0, cpu:1" --ops 'gloo'""")[1]

@@ -192,11 +192,12 @@ def test_whole_numbers_that_nccl_does_not_add_travel_as_others(dtype):
 
 
 @pytest.mark.parametrize("make", [NcclAllReduce, HierarchicalCopyAllReduce])
-def test_there_is_at_least_one_pack(make):
-    for wrong in (0, -1, "2", 1.5):
+def test_packs_are_counted_from_0_on_as_in_tensorflow(make):
+    for wrong in (-1, "2", 1.5):
         with pytest.raises(UsageError, match=f"`num_packs` is {wrong!r}"):
             make(num_packs=wrong)
-    assert make(num_packs=3).num_packs == 3
+    for right in (0, 3):
+        assert make(num_packs=right).num_packs == right
 
 
 def test_what_accumulates_is_a_function():

@@ -24,8 +24,8 @@ from mirror_nb.values import ReduceOp
 class HierarchicalCopyAllReduce(CrossDeviceOps):
     """Reduces within the groups that the topology gives, across them, and copies back.
 
-    `num_packs`: into how many parts a tensor on GPUs is cut, so that one travels while the next is summed. CPU
-    replicas do all of it through shared memory, in pieces that fit their caches.
+    `num_packs`: into how many parts a tensor on GPUs is cut, so that one travels while the next is summed; 0: into
+    none, as in TensorFlow. CPU replicas do all of it through shared memory, in pieces that fit their caches.
     """
 
     _called = "hierarchical_copy"
@@ -34,7 +34,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     _groups: tuple[Member, tuple[tuple[int, ...], ...]] | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
-        check_whole("num_packs", num_packs, 1)
+        check_whole("num_packs", num_packs, 0)
         self.num_packs = num_packs
         self._copies = PeerCopies()
 
@@ -49,7 +49,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         first = averages_first(op, flat.dtype)
         if first:
             flat.div_(member.num_replicas)
-        for pack in flat.chunk(self.num_packs):
+        for pack in flat.chunk(self.num_packs or 1):
             self._reduce_pack(pack, groups)
         if op is ReduceOp.MEAN and not first:
             flat.div_(member.num_replicas)

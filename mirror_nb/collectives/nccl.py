@@ -23,7 +23,8 @@ from mirror_nb.values import ReduceOp
 class NcclAllReduce(CrossDeviceOps):
     """The default where every replica has a GPU of its own.
 
-    `num_packs`: into how many parts a tensor is cut; NCCL takes them one after the other.
+    `num_packs`: into how many parts a tensor is cut; NCCL takes them one after the other. 0: into none, as in
+    TensorFlow.
     """
 
     _called = "nccl"
@@ -32,7 +33,7 @@ class NcclAllReduce(CrossDeviceOps):
     _stream: torch.cuda.Stream | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
-        check_whole("num_packs", num_packs, 1)
+        check_whole("num_packs", num_packs, 0)
         self.num_packs = num_packs
         self._copies = PeerCopies()
 
@@ -53,7 +54,7 @@ class NcclAllReduce(CrossDeviceOps):
         self._stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(self._stream):
             started.record()
-            for pack in flat.chunk(self.num_packs):
+            for pack in flat.chunk(self.num_packs or 1):
                 # Makes this stream wait, not this thread.
                 self.member.group.allreduce([pack], options).wait()
             ended.record()

@@ -181,6 +181,9 @@ class ReplicaPlace(OwnPlace):
         """How gradients become one: "mean" or "sum"."""
         return self._replica.gradients.reduction
 
+    def label(self, kind: type) -> None:
+        self._replica.label(kind)
+
     def communicate(self, by: Communication) -> None:
         self.check_open()
         self._replica.communicate(by)

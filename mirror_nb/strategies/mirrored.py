@@ -13,7 +13,7 @@ import torch
 
 from mirror_nb import devices as device_names
 from mirror_nb.collectives.base import CrossDeviceOps
-from mirror_nb.collectives.options import AUTO, CommunicationOptions, chosen
+from mirror_nb.collectives.options import AUTO, Communication, CommunicationOptions, chosen
 from mirror_nb.errors import UsageError, users_level
 from mirror_nb.strategies import input
 from mirror_nb.strategies.base import Strategy
@@ -76,7 +76,7 @@ class MirroredStrategy(Strategy):
     @cross_device_ops.setter
     def cross_device_ops(self, ops: CrossDeviceOps | str) -> None:
         place = self._place
-        place.communicate(chosen(ops, place.communication.options, tuple(map(device_names.parse, place.devices))))
+        place.communicate(_chosen(ops, place.communication.options, place))
 
     def __reduce__(self) -> Any:
         if _of_cells and self._place is _of_cells[0]._place:
@@ -127,11 +127,17 @@ def _place(devices: Any, reduction: str | None, seed: int, ops: Any, options: An
             if ops is None and getattr(options, "implementation", None) == AUTO:
                 # The place has chosen, who knows whether all replicas are on this machine.
                 ops = place.communication.ops
-            place.communicate(chosen(ops, options, tuple(map(device_names.parse, place.devices))))
+            place.communicate(_chosen(ops, options, place))
         return place
     resolved = device_names.resolve(devices, torch.cuda.device_count())
     by = chosen(ops, options, resolved)
     return ControllerPlace(resolved, setup=SETUP, seed=seed, reduction=reduction or "mean", communication=by)
+
+
+def _chosen(ops: Any, options: Any, place: Place) -> Communication:
+    # Before it is pickled to see whether it can travel, which would make its class one of this replica's alone.
+    place.label(type(ops))
+    return chosen(ops, options, tuple(map(device_names.parse, place.devices)))
 
 
 def _tell_of_others(asked: Sequence[device_names.Device], place: Place) -> None:

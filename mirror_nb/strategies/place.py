@@ -65,6 +65,9 @@ class Place(ABC):
     def scope(self) -> AbstractContextManager[Any]:
         """Return the context in which what is created is mirrored."""
 
+    def label(self, kind: type) -> None:  # noqa: B027
+        """Name the classes that `kind` is or derives from as all replicas do, before it travels from one of them."""
+
     @abstractmethod
     def communicate(self, by: Communication) -> None:
         """Reduce gradients by other cross-device ops from the next step on."""
