@@ -89,8 +89,7 @@ class Variable(torch.Tensor):
     whole numbers one that is whole), replica 0's (ONLY_FIRST_REPLICA), or each its own (NONE). Trainable is the
     default, but with ON_READ. None leaves an option out, as in TensorFlow.
 
-    Raises UsageError for a trainable ON_READ Variable, for `synchronization` NONE, for values that are no tensor and
-    for a `dtype` that is not torch's.
+    Raises UsageError for `synchronization` NONE, for values that are no tensor and for a `dtype` that is not torch's.
     Source: tf.Variable, tf.distribute's MirroredVariable and SyncOnReadVariable.
     """
 
@@ -119,21 +118,15 @@ class Variable(torch.Tensor):
         when = _member(
             VariableSynchronization, "AUTO" if synchronization is None else synchronization, "synchronization"
         )
-        on_read = when is VariableSynchronization.ON_READ
         if when is VariableSynchronization.NONE:
             raise UsageError(
                 "`NONE` variable synchronization mode is not supported: leave `synchronization` out, or take ON_READ "
                 "with aggregation=VariableAggregation.NONE to let each replica keep its own value"
             )
-        if on_read and trainable:
-            raise UsageError(
-                "`synchronization` can be VariableSynchronization.ON_READ only for Variables that are not trainable, "
-                "but trainable=True was given; leave one of them out"
-            )
         make = _making() or plain
         return make(
             first_tensor(initial_value, _dtype(dtype)),
-            trainable=not on_read if trainable is None else bool(trainable),
+            trainable=when is not VariableSynchronization.ON_READ if trainable is None else bool(trainable),
             aggregation=rule,
             synchronization=when,
             name=name,
@@ -651,6 +644,11 @@ def _is_cast(given: Any) -> bool:
 _APPLY = getattr(getattr(torch.nn.Module, "_apply", None), "__code__", None)
 
 
+def is_apart(tensor: Any) -> bool:
+    """Whether it is a Variable of which each replica has a value of its own, until it is read from outside."""
+    return isinstance(tensor, Variable) and tensor.is_read_together
+
+
 def alike(one: Tensor, other: Tensor) -> bool:
     """Whether one can take the place of the other as it is: of its shape, dtype and device."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
@@ -741,7 +739,14 @@ def _current_value(variable: Variable) -> Tensor:
     if home is None:
         return variable
     if isinstance(variable, SyncOnReadVariable) and not _is_on_replica():
-        return home.read(variable)
+        whole = home.read(variable)
+        if not (variable.requires_grad and torch.is_grad_enabled()):
+            return whole
+        # Its gradient is each component's, as in `strategy.run`.
+        with torch._C.DisableTorchFunctionSubclass():
+            learnt = variable.clone()
+            learnt.data.copy_(whole)
+            return learnt
     home.refresh(variable)
     return variable
 

@@ -123,7 +123,6 @@ def test_a_whole_number_that_is_too_large_is_refused_and_one_below_zero_counts_d
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"synchronization": "ON_READ", "trainable": True}, "ON_READ only for Variables that are not trainable"),
         ({"aggregation": "MAX"}, "`aggregation` is 'MAX'; it must be one of NONE, SUM, MEAN"),
         ({"synchronization": 3}, "`synchronization` is 3"),
     ],

@@ -451,6 +451,39 @@ def losses_of_a_last_batch_that_leaves_a_replica_without_examples(strategy):
     for batch in strategy.distribute_dataset(torch.tensor([1.0, 3.0, 5.0]), batch_size=2):
         outside.assign_add(strategy.run(step, args=(batch,)))
     return [float(total), float(numbers), float(summed), float(last), float(outside)]
+
+class Scale(nn.Module):
+    def __init__(self, rule):
+        super().__init__()
+        self.scale = mnb.Variable(1.0, True, synchronization="on_read", aggregation=rule)
+
+    def forward(self, x):
+        return self.scale * x
+
+def trained_and_read_together(strategy):
+    def trained(rule):
+        with strategy.scope():
+            net = Scale(rule)
+            optimizer = torch.optim.SGD(net.parameters(), 0.5)
+
+        def step():
+            optimizer.zero_grad()
+            net(mine()).backward()
+            optimizer.step()
+
+        strategy.run(lambda: net.scale.assign_add(mine()))
+        strategy.run(step)
+        parts = of_each(strategy, net.scale.read_value)
+        value = net.state_dict()["scale"].item(), net(torch.tensor(1.0)).item()
+        equal = bool(strategy.compare_parameters())
+        net.load_state_dict(net.state_dict())
+        net.zero_grad()
+        net(torch.tensor(3.0)).backward()
+        return [parts, value, equal, of_each(strategy, net.scale.read_value), net.scale.grad.item()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [trained(rule) for rule in ("sum", "mean", "only_first_replica")]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -535,6 +568,11 @@ EXPECTED: dict[str, Any] = {
     "numbers_of_pythons": [0.1, 0.1 + 0.2, 0.1],
     "losses_of_a_last_batch_that_leaves_a_replica_without_examples": [9.0, -9.0, 9.0, 5.0, 4.5],
     "a_copy_of_a_plain_one": ["PlainVariable", "MirroredVariable", 4.0],
+    "trained_and_read_together": [
+        [[1.25, 2.25], [3.5, 3.5], True, [1.75, 1.75], 3.0],
+        [[1.25, 2.25], [1.75, 1.75], True, [1.75, 1.75], 3.0],
+        [[1.25, 2.25], [1.25, 1.25], True, [1.25, 1.25], 3.0],
+    ],
 }
 
 

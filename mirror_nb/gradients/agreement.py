@@ -21,7 +21,7 @@ from mirror_nb.gradients.tracked import Tracked
 from mirror_nb.readable import listed
 from mirror_nb.tensors.checksums import bits
 from mirror_nb.values import VariableAggregation
-from mirror_nb.variables import Variable
+from mirror_nb.variables import Variable, is_apart
 
 Keys = tuple[dict[str, int], list[tuple[Any, str, int]]]
 # How many parameters of each name were made, and parameters with their names and which of them they are.
@@ -84,11 +84,11 @@ class Agreement:
         return tracked if tracked is not None and tracked.parameter() is parameter else None
 
     def synchronized(self) -> dict[str, nn.Parameter]:
-        """Return what was agreed on and lives: "Linear.weight", the further ones of a name "Linear.weight (2)"."""
+        """Return what lives and is to be equal: "Linear.weight", the further ones of a name "Linear.weight (2)"."""
         found: dict[str, nn.Parameter] = {}
         for agreed in self.agreed or self._before:
             parameter, tracked = agreed.parameter(), agreed.tracked
-            if parameter is not None and tracked is not None:
+            if parameter is not None and tracked is not None and not is_apart(parameter):
                 found[f"{tracked.name} ({tracked.ordinal + 1})" if tracked.ordinal else tracked.name] = parameter
         return found
 

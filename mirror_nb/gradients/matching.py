@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mirror_nb.errors import UsageError
 from mirror_nb.tensors.checksums import checksums
+from mirror_nb.variables import is_apart
 
 
 @final
@@ -162,7 +163,7 @@ class Portrait:
     @staticmethod
     def of(parameter: nn.Parameter) -> Portrait:
         shape = tuple(parameter.shape)
-        (values,) = checksums([parameter])
+        (values,) = [0] if is_apart(parameter) else checksums([parameter])
         kinds = parameter.dtype, parameter.device.type, gradient_dtype(parameter)
         return Portrait(shape, *kinds, values, is_sparse(parameter.grad))
 

@@ -722,7 +722,7 @@ def _trained_alike(network: nn.Module) -> dict[str, torch.Tensor]:
 
     Statistics of its layers and the states of their generators are parameters, too, which each replica has of its own.
     """
-    complete = ((name, parameter) for name, parameter in network.named_parameters() if not is_lazy(parameter))
+    complete = ((name, p) for name, p in network.named_parameters() if not is_lazy(p) and not variables.is_apart(p))
     return {name: parameter for name, parameter in complete if parameter.requires_grad or _KERASS not in name}
 
 

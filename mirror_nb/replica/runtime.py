@@ -77,6 +77,7 @@ from mirror_nb.transfer.packing import members, pack, unsendable
 from mirror_nb.transfer.payload import Packed, Payload
 from mirror_nb.transfer.pickler import dumps
 from mirror_nb.values import Shares
+from mirror_nb.variables import is_apart
 
 _NOTHING = Arrivals()
 _usual = contextlib.nullcontext()
@@ -207,7 +208,7 @@ class Replica:
         seen = {id(parameter) for parameter in self.gradients.synchronized().values()}
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.named_parameters():
-            if id(parameter) not in seen and not is_lazy(parameter) and not is_sharded(parameter):
+            if not (id(parameter) in seen or is_lazy(parameter) or is_sharded(parameter) or is_apart(parameter)):
                 found.setdefault(name, parameter)
             seen.add(id(parameter))
         return dict(zip(found, checksums(found.values()), strict=True))
