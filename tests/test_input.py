@@ -821,7 +821,8 @@ def test_a_function_that_gives_what_is_dealt_out_already_is_refused():
 
 
 def test_a_function_whose_dataset_is_not_batched_is_refused():
-    dataset = ControllerFunctionDataset(lambda _: DataLoader(Range(4), batch_size=None), num_replicas=2)
+    rows = TensorDataset(torch.ones(4, 3), torch.arange(4))
+    dataset = ControllerFunctionDataset(lambda _: DataLoader(rows, batch_size=None), num_replicas=2)
     with pytest.raises(UsageError, match="count the examples"):
         next(iter(dataset))
     with pytest.raises(UsageError, match="must be a function"):
@@ -939,6 +940,43 @@ def test_every_replica_takes_its_batches_of_a_function_in_turn(kind, n, options)
     for replica_id in range(n):
         examples = [(len(step[replica_id]), sum(map(len, step))) for step in FROM_FUNCTION[n]]
         assert replicas.shares[replica_id] == examples
+
+
+SINGLES: dict[str, Any] = {
+    "numbers": lambda _: list(range(5)),
+    "tensors": lambda _: [torch.tensor(i) for i in range(5)],
+    "arrays": lambda _: list(np.arange(5)),
+    "a generator": lambda _: iter(range(5)),
+    "a loader": lambda _: DataLoader(Range(5), batch_size=None),
+    "pairs": lambda _: [(torch.tensor(i), -i) for i in range(5)],
+    "a table": lambda _: DataLoader(TensorDataset(torch.arange(5)), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLES)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_single_elements_of_a_function_go_one_to_each_replica_and_those_that_are_left_over_to_none(kind, n):
+    def first(element: Any) -> Any:
+        return element[0] if kind in ("pairs", "a table") else element
+
+    expected = [list(range(i, i + n)) for i in range(0, 6 - n, n)]
+    in_replicas = [ReplicaDataset.from_function(SINGLES[kind], Replicas(n).input(i)) for i in range(n)]
+    here = ControllerFunctionDataset(SINGLES[kind], num_replicas=n)
+    if kind != "a generator":
+        assert [len(dataset) for dataset in (here, *in_replicas)] == [len(expected)] * (n + 1)
+    steps = Replicas(n).run(lambda own: ReplicaDataset.from_function(SINGLES[kind], own))
+    assert [[int(first(element)) for element in step] for step in steps] == expected
+    each = [first(step) if n > 1 else [first(step)] for step in here]
+    assert [list(map(int, elements)) for elements in each] == expected
+
+
+def test_batches_with_a_number_beside_keep_their_step_that_is_not_full():
+    made = ControllerFunctionDataset(
+        lambda _: DataLoader(Range(6), 2, collate_fn=lambda rows: {"x": torch.tensor(rows), "n": torch.tensor(2)}),
+        num_replicas=2,
+    )
+    assert [step["x"][1].tolist() for step in made] == [[2, 3], []]
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -204,11 +204,21 @@ _WHOLE = (Number, np.generic, str, bytes, Enum, torch.dtype, torch.device, type(
 # Of these every replica may have the same.
 
 
-def count(batch: Any) -> int:
+def is_single(batch: Any) -> bool:
+    """Whether it is one element: of numbers, strings and tensors without a dimension alone, and no list of names."""
+    found = leaves(batch)
+    if not all(leaf.ndim == 0 if _is_array(leaf) else isinstance(leaf, _WHOLE) for leaf in found):
+        return False
+    return any(map(_is_array, found)) or (bool(found) and not isinstance(batch, list))
+
+
+def count(batch: Any, *, or_single: bool = False) -> int:
     """The number of examples in a batch that nobody counted: the first dimension of all of its tensors.
 
-    Raises UsageError where they differ or there is none.
+    `or_single`: one element counts as one. Raises UsageError where they differ or there is none.
     """
+    if or_single and is_single(batch):
+        return 1
     found = leaves(batch)
     shapes: list[tuple[Any, ...]] = [sizes(leaf) for leaf in found if isinstance(leaf, torch.Tensor)]
     shapes += [leaf.shape for leaf in found if isinstance(leaf, np.ndarray)]

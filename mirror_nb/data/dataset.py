@@ -35,6 +35,7 @@ from mirror_nb.data.batches import (
     cut,
     emptied,
     is_cuttable,
+    is_single,
     leaves,
     map_leaves,
     share_of,
@@ -216,7 +217,7 @@ class DistributedDataset:
 
     def sample(self) -> tuple[Any, int]:
         """Load a batch as it comes from the source, uncut and on the CPU, and the number of its examples."""
-        return _sample(self._loader)
+        return _sample(self._loader, self._place.dealt)
 
     def _deliver(self, shares: Generator[Share, None, None]) -> Iterator[Any]:
         try:
@@ -246,8 +247,8 @@ class GlobalBatches:
     """The global batches of a source, whole, counted and on the CPU; each `iter()` is a new epoch.
 
     What a single process would see, with the same random numbers drawn in the same places. `source` and its
-    options as for DistributedDataset; `num_replicas` tells whether a sharded DataLoader is a mistake. `cut`: the
-    batches are to be cut for so many replicas; those that cannot be come as `Parts`.
+    options as for DistributedDataset; `num_replicas` tells whether a sharded DataLoader is a mistake. They are to be
+    cut for so many replicas, and those that cannot be come as `Parts`; or they are `dealt`, for one replica each.
     """
 
     def __init__(
@@ -258,13 +259,13 @@ class GlobalBatches:
         batch_size: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
-        cut: bool = False,
+        dealt: bool = False,
     ) -> None:
         self._loader = _loader_of(source, num_replicas, batch_size, shuffle, drop_last)
         self._loaders = Loaders()
         # Pinning needs a GPU's driver, and these batches still have to travel to another process.
-        later = num_replicas if cut else 1
-        self._place = _Place(0, 1, contextlib.nullcontext, pin_memory=False, cut_later=later)
+        later = 1 if dealt else num_replicas
+        self._place = _Place(0, 1, contextlib.nullcontext, dealt, pin_memory=False, cut_later=later)
 
     def __len__(self) -> int:
         """The number of batches in an epoch; TypeError where the source does not know."""
@@ -275,16 +276,16 @@ class GlobalBatches:
 
     def sample(self) -> tuple[Any, int]:
         """Load a batch as it comes from the source, and return it with the number of its examples."""
-        return _sample(self._loader)
+        return _sample(self._loader, self._place.dealt)
 
 
-def _sample(loader: DataLoader[Any]) -> tuple[Any, int]:
+def _sample(loader: DataLoader[Any], dealt: bool) -> tuple[Any, int]:
     """A batch that shows what the others look like: one example where that can be, random streams untouched."""
     with left_as_they_are(random_streams(loader)):
-        return _first_of(loader)
+        return _first_of(loader, dealt)
 
 
-def _first_of(loader: DataLoader[Any]) -> tuple[Any, int]:
+def _first_of(loader: DataLoader[Any], dealt: bool) -> tuple[Any, int]:
     total: int | None = None
     if not iterates_plainly(loader):
         small = loader
@@ -301,7 +302,7 @@ def _first_of(loader: DataLoader[Any]) -> tuple[Any, int]:
         index = _first(loader.sampler, loader)
         small = DataLoader(loader.dataset, batch_size=None, sampler=[index], collate_fn=loader.collate_fn)
     batch = _first(small, loader)
-    return batch, count(batch) if total is None else total
+    return batch, count(batch, or_single=dealt) if total is None else total
 
 
 def _first(items: Iterable[Any], loader: DataLoader[Any]) -> Any:
@@ -484,12 +485,17 @@ class _BatchShares:
         while True:
             with self._place.randomness():
                 drawn = self._place.draw(batches)
-            if not drawn:
+            if not drawn or (not self._counted and self._lacks_a_single(drawn)):
                 return
-            share = self._share(drawn if self._counted else [(count(batch), batch) for batch in drawn])
+            dealt = self._place.dealt
+            share = self._share(drawn if self._counted else [(count(b, or_single=dealt), b) for b in drawn])
             # The other replicas' batches must not stay in memory while the user works on this one.
             del drawn
             yield share
+
+    def _lacks_a_single(self, drawn: list[Any]) -> bool:
+        """Whether a replica is left without one element: there is no such thing without examples."""
+        return self._place.dealt and len(drawn) < self._place.num_replicas and is_single(drawn[0])
 
     def _share(self, step: list[tuple[int, Any]]) -> Share:
         total, batch = step[0]

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from mirror_nb.data import dataset as data
-from mirror_nb.data.batches import count, emptied, joined, share_of, spread
+from mirror_nb.data.batches import count, emptied, is_single, joined, share_of, spread
 from mirror_nb.data.dataset import GlobalBatches, Loaders, Parts, Share
 from mirror_nb.data.prefetch import ahead
 from mirror_nb.distributed import Distributed, Underway
@@ -357,7 +357,7 @@ class ControllerDataset(_OfController):
         self._num_replicas = num_replicas
         self._warned = False
         # Of batches that cannot be cut.
-        self._batches = GlobalBatches(source, num_replicas=num_replicas, cut=True, **self._asked.cutting)
+        self._batches = GlobalBatches(source, num_replicas=num_replicas, **self._asked.cutting)
 
     @classmethod
     def of(
@@ -422,8 +422,9 @@ class ControllerFunctionDataset(_OfController):
     """The batches that a function's dataset gives, dealt out to the replicas in turn: a nest of PerReplica a step.
 
     `dataset_fn(InputContext)` is called once, here, and returns a DataLoader or another iterable of batches, each
-    for one replica. In a step with too few of them the last replicas get batches of no examples. Each `iter()` goes
-    through the same dataset again. Its `batch_size` is that of the DataLoader: one replica's.
+    for one replica. In a step with too few of them the last replicas get batches of no examples; where the batches
+    are single elements (numbers, tensors of no dimension), there is no such step, as in TensorFlow. Each `iter()`
+    goes through the same dataset again. Its `batch_size` is that of the DataLoader: one replica's.
 
     Raises UsageError for what is no iterable of batches.
     """
@@ -435,20 +436,22 @@ class ControllerFunctionDataset(_OfController):
         self._num_replicas = num_replicas
         self._made = _made_by(dataset_fn, num_replicas)
         self.source = _given(self._made)
-        self._batches = GlobalBatches(self._made, num_replicas=num_replicas)
+        self._batches = GlobalBatches(self._made, num_replicas=num_replicas, dealt=True)
 
     @property
     def element_spec(self) -> Any:
         """The structure of a batch with a PerReplicaSpec a leaf; loads an example to see it."""
-        return spec_of(*(_peeked(self._made) or self._batches.sample()), self._num_replicas)
+        return spec_of(*_first_of(self._made, self._batches), self._num_replicas)
 
     def __len__(self) -> int:
         """The number of steps in an epoch; TypeError where the source does not know."""
-        return -(-len(self._batches) // self._num_replicas)
+        return _steps_of(self._made, self._batches, self._num_replicas)
 
     def _steps(self, batches: Generator[Share, None, None]) -> Iterator[Any]:
         with closing(batches):
             while step := list(itertools.islice(batches, self._num_replicas)):
+                if len(step) < self._num_replicas and _is_single(self._made, step[0].batch):
+                    return
                 yield self._dealt(step)
 
     def _dealt(self, step: list[Share]) -> Any:
@@ -459,7 +462,9 @@ class ControllerFunctionDataset(_OfController):
         nothing = emptied(first.batch, first.global_examples) if lacking else None
         batches = [*(share.batch for share in step), *[nothing] * lacking]
         sizes = tuple(share.global_examples for share in step) + (0,) * lacking
-        return joined(batches, sizes, lambda pieces: PerReplica(pieces, shares=sizes))
+        # One element that is a list of one is no list of examples.
+        totals = [0] * len(sizes) if is_single(first.batch) else sizes
+        return joined(batches, totals, lambda pieces: PerReplica(pieces, shares=sizes))
 
 
 # ---- a replica ----------------------------------------------------------------------------------------
@@ -560,10 +565,12 @@ class ReplicaDataset(DistributedDataset):
     @property
     def element_spec(self) -> Any:
         """The structure of a batch with a TensorSpec a leaf; loads an example to see it."""
-        return spec_of(*(_peeked(self._made) or self._dataset.sample()))
+        return spec_of(*_first_of(self._made, self._dataset))
 
     def __len__(self) -> int:
         """The number of steps in an epoch; TypeError where the source does not know."""
+        if self._asked.dealt:
+            return _steps_of(self._made, self._dataset, self._replica.num_replicas)
         return len(self._dataset)
 
     def __iter__(self) -> DistributedIterator:
@@ -698,9 +705,24 @@ class _Batches(IterableDataset[Any]):
         return first
 
 
-def _peeked(source: Any) -> tuple[Any, int] | None:
-    """Return a batch and its number of examples, of what a `dataset_fn` returned that is no DataLoader."""
-    if not isinstance(source, DataLoader) or not isinstance(source.dataset, _Batches):
-        return None
-    batch = source.collate_fn(source.dataset.peek())
-    return batch, count(batch)
+def _first_of(made: Any, dataset: GlobalBatches | data.DistributedDataset) -> tuple[Any, int]:
+    """Return a batch of a dataset and its number of examples; `made`: what it was made of."""
+    if not isinstance(made, DataLoader) or not isinstance(made.dataset, _Batches):
+        batch, total = dataset.sample()
+    else:
+        batch = made.collate_fn(made.dataset.peek())
+        total = count(batch, or_single=True)
+    return batch, 0 if is_single(batch) else total
+
+
+def _is_single(made: DataLoader[Any], batch: Any) -> bool:
+    """Whether these are single elements: there is none without examples, for a replica that is left without one."""
+    return made.batch_size is None and is_single(batch)
+
+
+def _steps_of(made: DataLoader[Any], dataset: GlobalBatches | data.DistributedDataset, num_replicas: int) -> int:
+    """Return the number of steps in which the batches of a `dataset_fn` are dealt out."""
+    steps, rest = divmod(len(made), num_replicas)
+    # An example is loaded only where it may make a difference.
+    single = rest and made.batch_size is None and is_single(_first_of(made, dataset)[0])
+    return steps + (1 if rest and not single else 0)
