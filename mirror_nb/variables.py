@@ -268,7 +268,9 @@ class Variable(torch.Tensor):
             # Autograd counts what is written to this, so that it is noticed.
             return args[0].detach()
         if func == _DATA.__set__ and args[0]._home is not None:
-            args[0]._set_data(args[1])
+            # A module sets what it has not converted to itself.
+            if args[1] is not args[0]:
+                args[0]._set_data(args[1])
             return None
         targets = _targets(name, args, kwargs)
         if name == "copy_" and targets and isinstance(targets[0], SyncOnReadVariable):
@@ -630,7 +632,10 @@ _DATA: Any = torch.Tensor.data
 
 
 def _is_cast(given: Any) -> bool:
-    """Whether a module converts this Variable, a buffer of it: torch would put a plain tensor in its place."""
+    """Whether a module converts this Variable, a buffer of it: torch would put a plain tensor in its place.
+
+    Or a parameter that is made one when it is read, which keeps its dtype.
+    """
     if not isinstance(given, Variable) or torch.compiler.is_compiling():
         return False
     # Below are `__torch_function__`, and the function that the module applies to each tensor.
@@ -638,7 +643,9 @@ def _is_cast(given: Any) -> bool:
     if caller is None or caller.f_code is not _APPLY:
         return False
     # One that is trained is a parameter to torch, and may be a buffer all the same.
-    return any(buffer is given for buffer in caller.f_locals["self"]._buffers.values())
+    module = caller.f_locals["self"]
+    held = [*module._buffers.values(), *(module._parameters.values() if given.is_read_together else ())]
+    return any(tensor is given for tensor in held)
 
 
 _APPLY = getattr(getattr(torch.nn.Module, "_apply", None), "__code__", None)
@@ -686,8 +693,11 @@ _CONVERSIONS = frozenset(
 _FREEZES = frozenset({"requires_grad_", "__set__"})
 _FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ABOUT_CALLS = frozenset(
-    {"dim", "size", "stride", "numel", "nelement", "is_floating_point", "is_complex", "__hash__", "requires_grad_"}
-)
+    {
+        "dim", "size", "stride", "numel", "nelement", "is_floating_point", "is_complex", "__hash__", "requires_grad_",
+        "share_memory_",
+    }
+)  # fmt: skip
 
 
 def _writes(name: str) -> bool:

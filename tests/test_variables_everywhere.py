@@ -484,6 +484,24 @@ def trained_and_read_together(strategy):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return [trained(rule) for rule in ("sum", "mean", "only_first_replica")]
+
+def trained_and_moved_with_their_module(strategy):
+    with strategy.scope():
+        net = Scale("mean")
+        net.weight = nn.Parameter(torch.ones(()))
+    strategy.run(lambda: net.scale.assign_add(mine()))
+
+    def moved():
+        net.to("cpu")
+        net.float()
+
+    moved()
+    strategy.run(moved)
+    net.share_memory()
+    kept = of_each(strategy, net.scale.read_value)
+    net.double()
+    sizes = of_each(strategy, lambda: torch.tensor([net.scale.itemsize, net.weight.itemsize]))
+    return [kept, sizes, of_each(strategy, net.scale.read_value)]
 '''
 
 KINDS = ["SyncOnReadVariable", "MirroredVariable", "MirroredVariable"]
@@ -573,6 +591,7 @@ EXPECTED: dict[str, Any] = {
         [[1.25, 2.25], [1.75, 1.75], True, [1.75, 1.75], 3.0],
         [[1.25, 2.25], [1.25, 1.25], True, [1.25, 1.25], 3.0],
     ],
+    "trained_and_moved_with_their_module": [[2.0, 3.0], [[4, 8], [4, 8]], [2.0, 3.0]],
 }
 
 
