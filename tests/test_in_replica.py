@@ -725,6 +725,7 @@ import torch
 from torch import nn
 from mirror_nb.strategies.context import get_replica_context
 from mirror_nb.strategies.mirrored import MirroredStrategy
+from mirror_nb.training.model import Model
 from mirror_nb.variables import Variable
 
 strategy = MirroredStrategy()
@@ -791,11 +792,15 @@ found["uneven"] = [
     one_too_many(lambda context: context.merge_call(lambda merging: 1)),
 ]
 found["after"] = strategy.reduce("sum", mine, axis=None).item()
+with strategy.scope():
+    trained = Model(nn.Linear(1, 1))
+    trained.compile("sgd", "mse")
 strategy.close()
 if len(sys.argv) > 1:
     found["closed"] = [raised(lambda: strategy.run(step, batch)), raised(lambda: strategy.scope().__enter__())]
     choose = lambda: setattr(strategy, "cross_device_ops", "gloo")
     found["closed"] += [raised(strategy.compare_parameters), raised(choose)]
+    found["closed"] += [raised(lambda: trained.fit(x, x)), raised(lambda: trained.save("model.pt"))]
     with open(os.path.join(sys.argv[1], str(replica_id)), "w") as file:
         json.dump(found, file)
 """

@@ -228,6 +228,16 @@ class SaveInTheMiddle(mnb.callbacks.Callback):
             self.model.save(self.path)
 
 
+def test_a_model_is_saved_after_its_strategy_was_closed_too(path):
+    scheduled = {"scheduler": ("StepLR", {"step_size": 1, "gamma": 0.5})}
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        fitted(model := compiled(strategy, **scheduled), 1)
+    model.save(path)
+    assert model.training_state()["epoch"] == 1
+    again = fitted(load_model(path), 2, initial_epoch=1)
+    assert_equal(again, fitted(compiled(**scheduled), 2), exactly=False)
+
+
 @pytest.mark.parametrize("n", [0, 2])
 @pytest.mark.parametrize("loader", [False, True])
 def test_a_training_saved_in_the_middle_of_an_epoch_goes_on_there(n, loader, strategies, path):

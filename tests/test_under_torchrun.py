@@ -81,7 +81,7 @@ def test_a_script_under_torchrun_has_the_same_calls(under_torchrun):
         assert (found["n"], found["gathered"], found["merged"], found["after"]) == (2, [1, 2], 3, 3)
         assert (found["total"], found["counter"]) == (6 * 3, 10 + 6 * 3)
         assert found["error"][0] == "UsageError"
-        assert [name for name, _ in found["closed"]] == ["PoolClosed"] * 4
+        assert [name for name, _ in found["closed"]] == ["PoolClosed"] * 6
         assert "float32[1] on replica 0, float32[2] on replica 1" in found["error"][1]
     assert under_torchrun[0]["losses"] == under_torchrun[1]["losses"]
     assert under_torchrun[0]["weight"] == under_torchrun[1]["weight"]

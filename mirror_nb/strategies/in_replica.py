@@ -252,6 +252,7 @@ class ReplicaPlace(OwnPlace):
         return compared(self.seat.collect((self.seat.check(), self._replica.unsynchronized())))
 
     def every(self, results: list[Any]) -> list[Any]:
+        self.check_open()
         return self.seat.collect(results[0])
 
     def draw_seed(self) -> int:

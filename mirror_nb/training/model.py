@@ -22,6 +22,7 @@ from mirror_nb.strategies.context import get_strategy
 from mirror_nb.training import driver, evaluating, files, job
 from mirror_nb.training.feeds import feed, split_validation
 from mirror_nb.training.history import History
+from mirror_nb.training.learning import states_of
 from mirror_nb.training.loop import average_statistics
 from mirror_nb.training.settings import CompileSettings, make_optimizer
 from mirror_nb.training.shares import Feed
@@ -435,7 +436,8 @@ class Model(nn.Module):
         # All replicas of a cell take part in this; one writes.
         training = self.training_state() if include_optimizer and self._settings is not None else None
         place, problem = self.strategy._place, None
-        if place.seat is not None:
+        if place.seat is not None and place.seat.num_replicas > 1:
+            place.check_open()
             average_statistics(place.seat, self)
         if place.replica_id in (None, 0):
             if self._settings is None and self._was_compiled:
@@ -535,8 +537,12 @@ class Model(nn.Module):
         if self._pending is not None:
             return driver.with_current_settings(dict(self._pending), self._optimizer)
         place = self.strategy._place
-        arguments = (self.strategy, self._optimizer, self._scheduler)
-        states = place.every(place.ask(job.optimizer_state, arguments))[0]
+        if place.closed:
+            # What the replicas had of both is here since then.
+            states = states_of(self._optimizer, self._scheduler)
+        else:
+            arguments = (self.strategy, self._optimizer, self._scheduler)
+            states = place.every(place.ask(job.optimizer_state, arguments))[0]
         history = self._history.state_dict() if self._history is not None else History().state_dict()
         last: dict[str, Any] = {"epoch": 0, "step": 0, "total_steps": 0, "feed": None, "random": {}, "scaler": None}
         last |= {"grouped": 0, "gradients": [], "accumulators": [], "callbacks": {}}
