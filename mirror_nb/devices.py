@@ -34,12 +34,14 @@ def parse(name: object) -> Device:
     """Return the device that `name` means.
 
     `"cuda:0"`, `"GPU:0"`, `"/gpu:0"`, TensorFlow's full `"/job:localhost/replica:0/task:0/device:GPU:0"`,
-    `torch.device("cuda", 0)` and the integer 0 are the same GPU; `"cpu:1"` is the second CPU replica.
+    `torch.device("cuda", 0)`, the integer 0 and `"0"` are the same GPU; `"cpu:1"` is the second CPU replica.
 
     Raises DeviceError for anything else.
     """
     if isinstance(name, Device):
         return name
+    if isinstance(name, str) and name.strip().isdecimal():
+        name = int(name)
     if isinstance(name, int | Integral) and not isinstance(name, bool) and int(name) >= 0:
         return Device("cuda", int(name))
     spelled = _SPELLING.match(str(name).strip()) if not isinstance(name, (bool, int, float)) else None
@@ -66,7 +68,9 @@ def resolve(devices: Sequence[object] | str | int | None, num_gpus: int) -> tupl
     if missing:
         there = ", ".join([f"cuda:{i}" for i in range(num_gpus)] + ["cpu:0, cpu:1, … (CPU replicas)"])
         # As Lightning's `devices=2` is.
-        counted = f"; {devices} is the number of one GPU, for several list them" if isinstance(devices, int) else ""
+        counted = (
+            f"; {devices} is the number of one GPU, for several list them" if str(devices).strip().isdecimal() else ""
+        )
         raise DeviceError(f"{', '.join(missing)} not found; visible here: {there}{counted}")
     return chosen
 

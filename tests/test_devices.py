@@ -26,6 +26,7 @@ from mirror_nb.errors import DeviceError, UsageError
         "/job:localhost/replica:0/task:0/device:GPU:3",
         " cuda:3 ",
         3,
+        "3",
         np.int64(3),
         torch.device("cuda", 3),
         Device("cuda", 3),

@@ -260,7 +260,7 @@ def test_without_replicas_the_magics_say_how_to_start_them(run):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("%mirror begin", "invalid choice"),
+        ("%mirror begin", "there is no `%mirror begin`; there are start, stop, restart, status"),
         ("%mirror start --gpus 3", "unrecognized arguments"),
         ("%%mirrored --timeout soon\n1", "invalid float"),
         ("%%mirrored --timeout 0\n1", "must be more than 0 seconds"),
@@ -270,7 +270,8 @@ def test_without_replicas_the_magics_say_how_to_start_them(run):
         ("%%mirrored --devices cpu:0,cpu:1\n1", "--devices belongs to `%mirror start`"),
         ("%%mirrored --replicas 4\n1", "there is no replica 4; there are 1: 0"),
         ("%%mirrored --replicas 0-x\n1", "is no replica id"),
-        ("%mirror start cpu:0 --devices cpu:1", "named twice: cpu:0, and --devices cpu:1"),
+        ("%mirror start --devices cpu:0, cpu:0", "cpu:0 named twice"),
+        ("%mirror start --devices 7", "cuda:7 not found"),
         ("%mirror status x y", "`%mirror status` takes no names, but was given x y"),
         ("%mirror bench --bucket-mb 4", "`%mirror bench` takes no --bucket-mb; `%mirror start` and `restart` do"),
         ("%mirror restart --seed 0", "`%mirror restart` takes no --seed; `%mirror start` does"),

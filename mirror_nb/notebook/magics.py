@@ -64,7 +64,7 @@ class MirrorMagics(Magics):
         shell.events.register("post_run_cell", _tell_where_bound)
 
     @no_var_expand
-    @magic_arguments()
+    @magic_arguments(name="%mirrored")
     @argument("--replicas", default=None, metavar="IDS", help="run on these replicas only, e.g. 0,2-3")
     @argument("--no-sync", action="store_true", help="do not synchronise gradients in this cell")
     @argument("--out", default=None, metavar="NAME", help="bind the result to NAME instead of showing it")
@@ -98,7 +98,7 @@ class MirrorMagics(Magics):
 
     @no_var_expand
     @magic_arguments()
-    @argument("what", nargs="?", choices=_WHAT, help="what to do")
+    @argument("what", nargs="?", metavar=f"{{{','.join(_WHAT)}}}", help="what to do")
     @argument("names", nargs="*", help="names to push or pull; start, restart: as --devices")
     @argument("--devices", default=None, help="start, restart, bench: e.g. cpu:0,cpu:1; default: all GPUs")
     @argument(
@@ -132,6 +132,9 @@ class MirrorMagics(Magics):
         Alone it shows the picker: devices to tick, and buttons. In a terminal it says what runs.
         """
         given = _parsed(self.mirror, line, intermixed=True)
+        if given.what not in (None, *_WHAT):
+            there = f"{', '.join(_WHAT)}; %mirror? tells all of it"
+            raise MagicUsageError(f"there is no `%mirror {given.what}`; there are {there}")
         if given.names and given.what not in _WITH_NAMES:
             raise MagicUsageError(f"`%mirror {given.what}` takes no names, but was given {' '.join(given.names)}")
         _check_options(given)
@@ -211,10 +214,9 @@ def _check_options(given: Any) -> None:
 
 
 def _devices(given: Any) -> str | None:
-    """Return the devices that were named, by `--devices` or after what to do: `%mirror start cpu:0 cpu:1`."""
-    if given.names and given.devices is not None:
-        raise MagicUsageError(f"devices are named twice: {' '.join(given.names)}, and --devices {given.devices}")
-    return ",".join(given.names) or given.devices
+    """Return the devices that were named, by `--devices`, by words alone, or by both: `--devices cpu:0, cpu:1`."""
+    named = [name for name in (given.devices, *given.names) if name is not None]
+    return ",".join(named) if named else None
 
 
 def _exchange(given: Any) -> GradientFlags:
