@@ -438,7 +438,8 @@ def test_ticks_are_round():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(13020.4, "13,020"), (41.23, "41.2"), (0.4123, "0.412"), (1.2e-5, "1.2e-05"), (None, "–")]
+    ("value", "said"),
+    [(13020.4, "13,020"), (41.23, "41.2"), (0.4123, "0.412"), (2.24e-3, "0.0022"), (1.2e-5, "1.2e-05"), (None, "–")],
 )
 def test_numbers_are_short(value, said):
     assert words.number(value) == said

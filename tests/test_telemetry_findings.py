@@ -124,8 +124,8 @@ def test_communication_that_nothing_hides_is_told():
     with MadeRings(2, overlap=False, buckets=[100 * MB] * 4) as made:
         made.step(60)
         (finding,) = found(made)
-        assert finding.title == "25 % of a step is communication that nothing hides"
-        assert finding.detail.startswith("0 % of it runs beside computing")
+        assert finding.title == "25 % of a step is exposed communication, waits left out"
+        assert finding.detail.startswith("0 % of all communication is hidden: larger batches")
 
 
 def test_waiting_for_a_straggler_is_not_taken_for_communication():
@@ -235,7 +235,7 @@ def test_much_exposed_communication_is_told_though_more_is_hidden():
         made.step(60)
         shot = made.timeline.snapshot() if made.timeline.update(made.now) else None
         assert shot.hidden > 0.5
-        assert "communication that nothing hides" in findings(shot)[0].title
+        assert "exposed communication, waits left out" in findings(shot)[0].title
 
 
 def test_a_replica_that_is_slow_at_no_cost_to_the_others_is_not_named():

@@ -221,8 +221,8 @@ def not_overlapped(snapshot: Snapshot) -> Finding | None:
         return None
     return Finding(
         Weight.HINT,
-        f"{exposed * 100:.0f} % of a step is communication that nothing hides",
-        f"{snapshot.hidden * 100:.0f} % of it runs beside computing: larger batches, or smaller last buckets",
+        f"{exposed * 100:.0f} % of a step is exposed communication, waits left out",
+        f"{snapshot.hidden * 100:.0f} % of all communication is hidden: larger batches, or smaller buckets, hide more",
         None,
         exposed,
     )

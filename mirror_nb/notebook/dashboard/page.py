@@ -97,9 +97,9 @@ grid-template-columns:auto minmax(24px,1fr) auto minmax(24px,1fr) auto auto auto
 @container (max-width:699px){{.mnb .look{{order:-1;min-height:168px}}}}
 @container (min-width:620px){{.mnb .d small{{display:inline}}.mnb .spark{{display:block}}}}
 @container (min-width:700px){{.mnb .grid{{grid-template-columns:repeat(2,minmax(0,1fr))}}
-.mnb .wide2{{grid-column:span 2}}}}
+.mnb .wide2{{grid-column:span 2}}.mnb .look{{grid-column:1/-1}}}}
 @container (min-width:1000px){{.mnb .grid{{grid-template-columns:repeat(3,minmax(0,1fr))}}
-.mnb .alone .look{{grid-column:1/-1}}}}
+.mnb .grid:not(.alone) .look{{grid-column:auto}}}}
 .mnb-board .mnb-gone{{display:none!important}}
 .mnb-board.jupyter-widgets-disconnected .mnb-gone{{display:flex!important}}
 .mnb-board.jupyter-widgets-disconnected::before,.mnb-board .jupyter-widgets-disconnected::before{{

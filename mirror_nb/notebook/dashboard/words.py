@@ -14,7 +14,7 @@ EVEN = 0.10
 
 
 def number(value: float | None) -> str:
-    """Return a value for a label: `13,020`, `412`, `41.2`, `0.412`, `1.2e-05`; an en dash if it is not known."""
+    """Return a value for a label: `13,020`, `41.2`, `0.412`, `0.0022`, `1.2e-05`; an en dash if it is not known."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -22,7 +22,7 @@ def number(value: float | None) -> str:
         return f"{value:,.0f}" if size < 1e7 else f"{value:.2e}"
     if size >= 1:
         return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
-    return f"{value:.3f}" if size >= 0.01 else f"{value:.1e}"
+    return f"{value:.3f}" if size >= 0.01 else f"{value:.2g}"
 
 
 def tick(value: float) -> str:
