@@ -78,7 +78,7 @@ font-weight:400;background:none}
 .mnb-picker .mnb-field{margin:0;width:auto;gap:2px;min-width:0}
 .mnb-picker .mnb-field .widget-label{width:auto;text-align:left;font-weight:600;font-size:12.5px;color:var(--fg);
 height:18px;line-height:18px;padding:0;margin:0;flex:none}
-.mnb-picker .mnb-field :is(.widget-radio,.widget-dropdown){flex-direction:column;align-items:flex-start;
+.mnb-picker .mnb-field :is(.widget-radio,.widget-dropdown){display:flex;flex-direction:column;align-items:flex-start;
 width:auto;margin:0;height:auto;max-width:100%}
 .mnb-picker .mnb-field .widget-radio-box{width:auto;margin:2px 0 0;height:auto}
 .mnb-picker .mnb-field .widget-radio-box label{font-size:12px;height:auto;line-height:20px;white-space:normal;
@@ -86,6 +86,7 @@ font-variant-numeric:tabular-nums;color:var(--fg)}
 .mnb-picker .mnb-field select{min-width:120px;margin-top:4px;flex:none;height:28px}
 .mnb-picker .mnb-go{display:flex;flex-flow:row wrap;gap:6px;margin:0}
 .mnb-picker .mnb-go button,.mnb-picker .mnb-field button{width:auto;min-width:84px;margin:0}
+.mnb-picker .mnb-field button{align-self:flex-start}
 .mnb-picker button:focus-visible,.mnb-picker input:focus-visible,.mnb-picker code:focus-visible,
 .mnb-picker select:focus-visible{outline:2px solid var(--jp-brand-color1,var(--vscode-focusBorder,#2a6fd6))!important;
 outline-offset:2px}
