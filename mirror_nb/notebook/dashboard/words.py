@@ -46,9 +46,9 @@ def pair(p50: float, p95: float) -> str:
 
 
 def bandwidth(rate: float) -> str:
-    """Return bytes a second: `188 GB/s`, `0.4 GB/s`."""
-    value = rate / 1e9
-    return f"{value:.0f} GB/s" if value >= 10 else f"{value:.1f} GB/s" if value >= 0.1 else f"{rate / 1e6:.0f} MB/s"
+    """Return bytes a second: `188 GB/s`, `0.4 GB/s`, `84 MB/s`, `0.4 MB/s`."""
+    value, unit = (rate / 1e9, "GB/s") if rate >= 1e8 else (rate / 1e6, "MB/s")
+    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
 def left(seconds: float) -> str:
