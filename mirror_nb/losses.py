@@ -7,6 +7,7 @@ reduction, the exact mean, a plain mean loss is right as it is.
 from __future__ import annotations
 
 import math
+import reprlib
 import warnings
 from typing import Any
 
@@ -96,7 +97,7 @@ def _given(value: Any, argument: str) -> Tensor:
     try:
         return _as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"`{argument}` must be a tensor or numbers, not {value!r}: {error}") from error
+        raise UsageError(f"`{argument}` must be a tensor or numbers, not {reprlib.repr(value)}: {error}") from error
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -114,7 +115,7 @@ def _size(size: Any) -> int:
         number = torch.tensor(math.nan, device="cpu")
     whole = not number.is_floating_point() and not number.is_complex() and number.dtype is not torch.bool
     if number.ndim or not whole or int(number) < 0:
-        raise UsageError(f"`global_batch_size` must be a whole number of examples, not {size!r}")
+        raise UsageError(f"`global_batch_size` must be a whole number of examples, not {reprlib.repr(size)}")
     return int(number)
 
 

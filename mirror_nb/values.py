@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import html
 import numbers
+import reprlib
 import types
 from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from typing import Any, Never, final
@@ -40,7 +41,7 @@ class ReduceOp(enum.Enum):
             return known
         name = str(getattr(op, "name", op)).upper().rpartition(".")[2]
         if name not in ReduceOp.__members__:
-            raise UsageError(f"`{argument}` is {op!r}; it must be ReduceOp.SUM or ReduceOp.MEAN")
+            raise UsageError(f"`{argument}` is {reprlib.repr(op)}; it must be ReduceOp.SUM or ReduceOp.MEAN")
         return ReduceOp[name]
 
     @staticmethod

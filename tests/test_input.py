@@ -614,6 +614,13 @@ def test_tensorflows_defaults_are_accepted():
         controller(torch.arange(3), 2, batch_size=2, options=3)
 
 
+@pytest.mark.parametrize("options", [torch.rand(1000, 4), 64])
+def test_targets_or_a_batch_size_in_the_place_of_options_are_shown_how_they_are_given(options):
+    with pytest.raises(UsageError, match=r"distribute_dataset\(\(x, y\), batch_size=64\)") as caught:
+        controller(torch.rand(1000, 4), 2, options=options)
+    assert len(str(caught.value)) < 200
+
+
 def test_pinned_memory_is_not_asked_of_the_controller(recwarn):
     loader = DataLoader(Range(4), batch_size=2)
     loader.pin_memory = True

@@ -111,6 +111,7 @@ def test_reducing_changes_no_replicas_value_and_keeps_no_graph():
         ([torch.ones(2)] * 2, (0, -1), "names a dimension twice"),
         ([torch.ones(2)] * 2, ("0",), "`axis` must be an integer, not '0'"),
         ([torch.ones(2)] * 2, (True,), "`axis` must be an integer, not True"),
+        ([torch.ones(2)] * 2, (torch.ones(1000),), r"`axis` must be an integer, not tensor\(.{,30}$"),
         ([t(1.0), t(1)], None, r"different dtypes: float32\[\] on replica 0, int64\[\] on replica 1"),
         (["a", "b"], None, r"cannot reduce a str \('a'\)"),
         ([None, None], None, "cannot reduce a NoneType"),

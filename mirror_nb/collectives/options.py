@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -148,7 +149,7 @@ def chosen(ops: Any, options: Any, devices: Sequence[Device]) -> Communication:
     if options is None:
         options = CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
-        raise UsageError(f"`communication_options` must be CommunicationOptions(...), not {options!r}")
+        raise UsageError(f"`communication_options` must be CommunicationOptions(...), not {reprlib.repr(options)}")
     if ops is None and options.implementation != AUTO:
         ops = options.implementation
     if isinstance(ops, str):

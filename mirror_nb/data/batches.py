@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import operator
+import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,8 @@ def checked_batch_size(batch_size: Any) -> int:
     except TypeError:
         size = 0
     if size < 1 or isinstance(batch_size, bool):
-        raise UsageError(f"`batch_size` is the number of examples of a global batch, 1 or more, not {batch_size!r}")
+        given = reprlib.repr(batch_size)
+        raise UsageError(f"`batch_size` is the number of examples of a global batch, 1 or more, not {given}")
     return size
 
 

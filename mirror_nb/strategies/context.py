@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import reprlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack
@@ -277,7 +278,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if _here.stack.frames:
         raise ContextError("Must not be called inside a `Strategy` scope.")
     if strategy is not None and not hasattr(strategy, "_place"):
-        raise UsageError(f"`strategy` must be a strategy, as MirroredStrategy(...) is, or None, not {strategy!r}")
+        given = reprlib.repr(strategy)
+        raise UsageError(f"`strategy` must be a strategy, as MirroredStrategy(...) is, or None, not {given}")
     scope, _here.stack.chosen_scope, _here.stack.chosen = _here.stack.chosen_scope, None, None
     if scope is not None:
         scope.__exit__(None, None, None)
@@ -330,7 +332,7 @@ def check_call(argument: str, fn: Any, args: Any, kwargs: Any) -> None:
 def check_options(options: Any) -> None:
     """Raise UsageError for what is given as the options of a reduction and is none."""
     if options is not None and not isinstance(options, CommunicationOptions):
-        raise UsageError(f"`options` must be CommunicationOptions(...) or None, not {options!r}")
+        raise UsageError(f"`options` must be CommunicationOptions(...) or None, not {reprlib.repr(options)}")
 
 
 def updates_component() -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
+import reprlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -108,7 +109,10 @@ def _options(options: Any) -> InputOptions:
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
-        raise UsageError(f"`options` must be InputOptions(...), not {options!r}")
+        raise UsageError(
+            f"`options` must be InputOptions(...), not {reprlib.repr(options)}; several arrays are one tuple, and "
+            "their batch size has its name: distribute_dataset((x, y), batch_size=64)"
+        )
     return options
 
 

@@ -12,6 +12,7 @@ import itertools
 import math
 import numbers
 import operator
+import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -202,7 +203,7 @@ def checked_axis(axis: Any, tensor: Tensor, what: str) -> int:
     except TypeError:
         dim = None
     if dim is None or isinstance(axis, bool):
-        raise UsageError(f"`axis` must be an integer, not {axis!r}")
+        raise UsageError(f"`axis` must be an integer, not {reprlib.repr(axis)}")
     if not -tensor.ndim <= dim < tensor.ndim:
         instead = "a scalar has none" if tensor.ndim == 0 else f"it has {tensor.ndim} dimensions"
         raise UsageError(f"cannot {what} a tensor of shape {tuple(tensor.shape)} over axis {axis}: {instead}")
