@@ -19,7 +19,7 @@ from browser.lab import chromium  # noqa: E402
 from made_rings import KB, MB, MadeRings, readings  # noqa: E402
 
 from mirror_nb.notebook.dashboard.frame import Frame  # noqa: E402
-from mirror_nb.notebook.dashboard.page import STYLE, body  # noqa: E402
+from mirror_nb.notebook.dashboard.page import STYLE, Page  # noqa: E402
 from mirror_nb.notebook.dashboard.still import draw  # noqa: E402
 from mirror_nb.telemetry.findings import findings  # noqa: E402
 from mirror_nb.telemetry.samples import Mark  # noqa: E402
@@ -68,7 +68,7 @@ def photograph(browser: Browser, frame: Frame, theme: str, width: int, path: Pat
     """Write the page of a frame as a picture."""
     light, paper, ink = PAPER[theme]
     style = f"margin:0;padding:10px;background:{paper};--jp-layout-color0:{paper};--jp-content-font-color1:{ink}"
-    drawn = f'<body data-jp-theme-light="{light}" style="{style}">{STYLE}{body(frame)}</body>'
+    drawn = f'<body data-jp-theme-light="{light}" style="{style}">{STYLE}{Page().body(frame)}</body>'
     tab = browser.new_page(viewport={"width": width + 20, "height": 200}, device_scale_factor=SCALE)
     tab.set_content(f'<!doctype html><meta charset="utf-8">{drawn}')
     tab.screenshot(path=path, full_page=True)
