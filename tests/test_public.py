@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -91,6 +92,12 @@ def says_what_it_is(thing: Any) -> bool:
     # A dataclass without a docstring is given its signature for one.
     doc = thing.__doc__ or ""
     return bool(doc.strip()) and not doc.startswith(f"{getattr(thing, '__name__', '')}(")
+
+
+@pytest.mark.parametrize("name", ["make_dashboards", "make_pictures"])
+def test_the_programs_that_make_the_readmes_pictures_can_start(name, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(Path(__file__).parent.parent / "docs" / f"{name}.py"))
 
 
 def test_every_public_class_and_function_has_a_docstring():
