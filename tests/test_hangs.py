@@ -299,7 +299,7 @@ def test_a_replica_that_has_ended_is_not_waited_for(two, what):
     assert "but replica 1 has come to the end without it" in text
     assert "see that every replica runs the same number of steps" in text
     if what != "gather":
-        assert "replica 1 has begun all_reduce 3 times, replica 0 4 times" in text
+        assert text.count("replica 1 has begun all_reduce 3 times, replica 0 4 times") == 1
         assert "line 3: for _ in range(4 - replica_id)" in text or "line 4: for _ in" in text
     goes_on(two)
 
@@ -387,7 +387,7 @@ def test_a_backward_pass_that_uses_no_mirrored_parameter_is_told_of(two):
     )
     text = shown(two, ran, PeerFailed)
     assert "for gradients at Cell In[1], line 5" in text
-    assert "a backward pass that uses no parameter of a mirrored module takes no part" in text
+    assert text.count("a backward pass that uses no parameter of a mirrored module takes no part") == 1
     goes_on(two)
 
 
@@ -543,8 +543,7 @@ def test_a_replica_that_works_on_or_has_threads_of_the_users_may_still_come():
     assert hangs.uneven({0: waits}, idle={1}, running={0}, asked={0, 1}) is None
     said = hangs.uneven({0: waits, 1: at("", request=None)}, idle={1}, running={0}, asked={0, 1})
     assert said is not None
-    counts = "(replica 1 has begun all_reduce 3 times, replica 0 4 times)"
-    assert f"replica 1 has come to the end without it {counts}" in said
+    assert "replica 1 has come to the end without it; see that" in said
 
 
 def test_a_replica_that_is_yet_to_begin_or_has_some_under_way_may_still_come():

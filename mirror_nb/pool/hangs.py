@@ -87,7 +87,7 @@ def uneven(found: Mapping[int, Found], idle: Set[int], running: Set[int], asked:
             gone = [p for p in group.replicas if p in idle and _will_not_come(found.get(p), group.group, wait.number)]
             if gone and isinstance(one, Whereabouts):
                 left_out = [p for p in gone if p not in asked]
-                return _left_out(r, one, wait, left_out) if left_out else _uneven(r, one, wait, gone, found)
+                return _left_out(r, one, wait, left_out) if left_out else _uneven(r, one, wait, gone)
     return None
 
 
@@ -139,12 +139,10 @@ def _at(one: Whereabouts) -> str:
     return f" at {told(one.line)}" if one.line else ""
 
 
-def _uneven(r: int, one: Whereabouts, wait: Wait, gone: Sequence[int], found: Mapping[int, Found]) -> str:
-    counts = _counts({p: found[p] for p in (r, *gone)})
+def _uneven(r: int, one: Whereabouts, wait: Wait, gone: Sequence[int]) -> str:
+    # What each has begun, and what else may be the cause, stands below the table of where they are.
     gone_without = f"{_replicas(gone)} {'have' if gone[1:] else 'has'} come to the end without it"
     why = f"see that every replica runs the same number of steps: {DECIDED_ALONE}"
-    why += f"; and {UNUSED}" if one.gradients else ""
-    gone_without += f" ({counts})" if counts else ""
     return f"replica {r} waits in {wait.collective}{_at(one)}, but {gone_without}; {why}"
 
 
