@@ -106,6 +106,8 @@ def test_ops_that_a_cell_chooses_are_told_until_no_replica_is_left_that_has_them
 
 
 def test_the_class_of_ops_that_a_cell_writes_and_chooses_is_one_class_in_the_notebook(run, shell):
+    run("%mirror stop")
+    run("%mirror start cpu:0 cpu:1")
     run("""%%mirrored
 import mirror_nb as mnb
 class Own(mnb.CrossDeviceOps):
