@@ -22,7 +22,7 @@ TEXT = (
 # The same in every run, so that notebooks can be compared. Seen only where widgets are not.
 GONE = (
     '<div class="note" role="status">The kernel that these boxes belong to is gone. '
-    "Run the cell again: <code>%mirror</code></div>"
+    "Run <code>%load_ext mirror_nb</code> and this cell again: <code>%mirror</code></div>"
 )
 # Hidden by the style until the front end says so, instead of its broken link beside every single box.
 _STYLE = """<style>
