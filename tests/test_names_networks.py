@@ -131,6 +131,16 @@ def test_a_network_that_the_notebook_has_changed_comes_back_once_a_cell_changes_
     assert weights(notebook) == weights(notebook, 0)
 
 
+def test_a_network_that_a_cell_has_made_does_not_come_back_with_the_next_one_that_only_reads_it(notebook):
+    notebook.cell(f"{NET}\nnorm = nn.BatchNorm1d(4)")
+    seen = notebook.cell("seen = float(net[0].weight.detach().sum() + norm.running_mean.sum())")
+    assert seen.bound == ["seen"]
+    assert "net" in notebook.cell("net[0].weight.data.fill_(7)").bound
+    assert weights(notebook) == weights(notebook, 0)
+    assert "norm" in notebook.cell("norm.running_mean.data.fill_(replica_id)").bound
+    notebook.here("assert norm.running_mean.tolist() == [0.5] * 4")
+
+
 def test_mode_frozen_parameters_and_dtype_of_a_network_are_alike_on_both_sides(notebook):
     seen = "seen = net.training, net[1].training, net[0].weight.requires_grad, net[0].weight.dtype"
     notebook.here(NET)

@@ -421,9 +421,9 @@ class Namespace:
         changes, self._changes = exporting.changes, Changes()
         self._forget_former()
         sums: dict[tuple[str, str], int] = {}
-        for handle, module in fresh.networks.items() if compare else ():
-            _sum_up(handle, module, sums)
-        changed = self._changed_roots(fresh.networks, owner, trained, sums if compare else None)
+        alike = sums if compare else None
+        given = {handle: _read(handle, module, owner, alike)[1] for handle, module in fresh.networks.items()}
+        changed = self._changed_roots(fresh.networks, owner, trained, alike)
         told = components_in if owner else told_by_all
         objects = {handle: payload if owner else None for handle, (_, payload) in fresh.objects.items()}
         exports = Exports(
@@ -453,6 +453,7 @@ class Namespace:
             self._keep_unpicklable(exports)
             packed = self._packed(exports, fresh)
         self._gave(fresh, changed)
+        self._sums.update(given)
         without = dataclasses.replace(exports, names={}, modules={}, states={}, result=None, objects={}, **_NOWHERE)
         self._latest = Latest(tuple(exported), tuple(fresh.networks), tuple(exports.objects), without, whole, changes)
         return packed
@@ -687,12 +688,7 @@ class Namespace:
         for handle, module in self.mirrors.roots():
             if handle in fresh or not (trained or self.mirrors.changed(module)) or has_sharded(module):
                 continue
-            state = mirrored_values(module) if owner else told_by_all(module)
-            found = checksums(state.values())
-            if sums is not None:
-                # An owner has summed them already.
-                _sum_up(handle, module, sums, dict(zip(state, found, strict=True)) if owner else None)
-            total = mixed(found)
+            state, total = _read(handle, module, owner, sums)
             if self._sums.get(handle) != total:
                 states[handle] = {name: value.detach() for name, value in state.items()}
                 self._sums[handle] = total
@@ -707,6 +703,18 @@ def _for_replicas(packed: Iterable[object]) -> list[tuple[nn.Module, dict[str, A
     """Return what networks have that no pickle of theirs has, but that another replica is to get."""
     networks = (obj for obj in packed if isinstance(obj, nn.Module))
     return [(each, {name: vars(each)[name] for name in getattr(type(each), "_OF_REPLICAS", ())}) for each in networks]
+
+
+def _read(
+    handle: str, network: nn.Module, owner: bool, sums: dict[tuple[str, str], int] | None
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Return what is told of a network's values, and its checksum; what should be alike goes into `sums`, if given."""
+    state = mirrored_values(network) if owner else told_by_all(network)
+    found = checksums(state.values())
+    if sums is not None:
+        # An owner has summed them already.
+        _sum_up(handle, network, sums, dict(zip(state, found, strict=True)) if owner else None)
+    return state, mixed(found)
 
 
 def _sum_up(
