@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import IPython
 from IPython.core import interactiveshell
 from IPython.core.compilerop import code_name
 from IPython.core.displayhook import DisplayHook
@@ -357,8 +358,10 @@ class Comms:
         own.Comm = own.comm.Comm = ReplicaComm
         if _kernel is not None:
             sys.modules[_KERNEL] = _kernel
-        # tqdm.auto draws notebook bars only where this module is loaded.
+        # tqdm.auto draws notebook bars only where this module is loaded, older ones where there are settings of it.
         importlib.import_module(_KERNEL)
+        if (here := IPython.get_ipython()) is not None:
+            here.config.setdefault("IPKernelApp", Config())
 
     def receive(self, message: CommMessage) -> None:
         """Hand a front end's message to its widget."""
