@@ -43,6 +43,8 @@ def step_times(optimizer: Optimizer | None, largest: float = LARGEST) -> tuple[f
         try:
             groups = [{**group, **_copied(group, fused)} for group in optimizer.param_groups]
             tried = kind(groups, **({"fused": True} if fused else {}))
+            # Not before: gradients that an optimizer finds are reduced over the replicas.
+            _give_gradients(tried)
             times.append(median_ms(functools.partial(_step, tried, gpus)))
         except (RuntimeError, TypeError):
             # Not for these settings or dtypes; no memory; or a class of the user's that takes other arguments.
@@ -59,9 +61,13 @@ def _step(optimizer: Optimizer, gpus: Iterable[torch.device]) -> None:
 
 def _copied(group: dict[str, Any], fused: bool) -> dict[str, Any]:
     copies = [p.detach().clone() for p in group["params"] if p.requires_grad]
-    for each in copies:
-        each.grad = each.new_full(each.shape, 1e-3)
     return {"params": copies, "fused": fused or group.get("fused")}
+
+
+def _give_gradients(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            each.grad = each.new_full(each.shape, 1e-3)
 
 
 def median_ms(call: Callable[[], Any]) -> float:

@@ -230,6 +230,12 @@ def test_a_function_that_returns_a_network_of_somebodys_has_a_copy_of_it_trained
                 assert torch.equal(value, before[name])
 
 
+def test_the_trial_of_an_optimizer_reduces_nothing_and_finds_no_replicas_that_differ(capfd):
+    with mnb.MirroredStrategy(["cpu:0", "cpu:1"]) as two:
+        steps(two, make(), shape=(6,), ops="gloo", seconds=0.02)
+    assert "different values" not in capfd.readouterr().err
+
+
 class Asked(Wrong):
     def start(self, op, flat):
         raise RuntimeError("it was asked")
