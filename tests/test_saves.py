@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import subprocess
@@ -113,6 +114,13 @@ def test_what_a_killed_replica_left_is_cleared_once_it_is_old(tmp_path):
     torch.save(1, tmp_path / "x.pt")
     assert {name: (tmp_path / name).exists() for name in left} == left
     assert (tmp_path / f".mirror_nb-{gone}-new").exists()
+
+
+def test_what_another_replica_takes_away_meanwhile_leaves_no_folder_open(tmp_path, recwarn):
+    (tmp_path / f".mirror_nb-{os.getpid()}-gone").symlink_to(tmp_path / "nowhere")
+    torch.save(1, tmp_path / "x.pt")
+    gc.collect()
+    assert not recwarn.list
 
 
 def test_replicas_that_save_one_file_at_once_never_leave_or_read_a_torn_one(replicas, tmp_path):

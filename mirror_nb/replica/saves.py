@@ -76,10 +76,11 @@ def _folder_in(parent: str) -> str | None:
 
 
 def _clear(parent: str) -> None:
-    for entry in os.scandir(parent):
-        process = entry.name.removeprefix(_PREFIX).partition("-")[0] if entry.name.startswith(_PREFIX) else ""
-        if process.isdecimal() and time.time() - entry.stat().st_mtime > LEFT_AFTER_SECONDS:
-            try:
-                os.kill(int(process), 0)
-            except ProcessLookupError:
-                shutil.rmtree(entry.path, ignore_errors=True)
+    with os.scandir(parent) as entries:
+        for entry in entries:
+            process = entry.name.removeprefix(_PREFIX).partition("-")[0] if entry.name.startswith(_PREFIX) else ""
+            if process.isdecimal() and time.time() - entry.stat().st_mtime > LEFT_AFTER_SECONDS:
+                try:
+                    os.kill(int(process), 0)
+                except ProcessLookupError:
+                    shutil.rmtree(entry.path, ignore_errors=True)
