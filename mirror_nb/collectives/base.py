@@ -166,7 +166,8 @@ class CrossDeviceOps(abc.ABC):
         """The replica that this op is bound to. Raises ReplicaError in the controller, and for ops of no strategy."""
         if self._member is None:
             raise ReplicaError(
-                f"{type(self).__name__} works in replicas; this one is bound to none here: it is not, or no longer, "
+                f"{type(self).__name__} works in replicas: call it in a function given to strategy.run, or in a "
+                "%%mirrored cell. This one is bound to none here; where this is a replica, it is not, or no longer, "
                 "what a strategy has as its `cross_device_ops`; one that another op uses has to be among those that "
                 "the other's `parts()` returns"
             )
