@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from driving import doing, eventually, plain, press_ctrl_c
+from IPython.core.completer import provisionalcompleter
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
@@ -67,6 +68,28 @@ def test_the_extension_can_be_loaded_twice_and_leaves_the_notebook_alone(shell):
     shell.extension_manager.load_extension("mirror_nb")
     shell.run_line_magic("load_ext", "mirror_nb")
     assert set(shell.user_ns) == names
+
+
+@pytest.mark.parametrize(
+    ("source", "offered"),
+    [
+        ("%mirror st", ["start", "stop", "status"]),
+        ("%mirror bench --s", ["--seconds", "--shape"]),
+        ("%mirror start --ops sh", ["shared_memory"]),
+        ("%mirror push mi", ["mine"]),
+        ("%%mirrored --no", ["--no-sync"]),
+        (
+            "%%mirrored\nfor x in strategy.distribute_dataset",
+            ["strategy.distribute_dataset", "strategy.distribute_datasets_from_function"],
+        ),
+        ("for x in strategy.distribute_dataset", []),
+    ],
+)
+def test_tab_offers_what_there_is(shell, source, offered):
+    shell.user_ns["mine"] = 1
+    with provisionalcompleter():
+        found = [completion.text for completion in shell.Completer.completions(source, len(source))]
+    assert found == offered
 
 
 def test_who_loads_the_extension_anew_is_told_that_the_replicas_were_stopped(run):

@@ -20,6 +20,7 @@ from mirror_nb.bench.collectives import AllReduceTable
 from mirror_nb.bench.command import Options
 from mirror_nb.bench.steps import StepTable
 from mirror_nb.errors import MirrorError, UsageError
+from mirror_nb.notebook import completing
 from mirror_nb.notebook.names import RESERVED
 from mirror_nb.notebook.options import CellOptions, GradientFlags
 from mirror_nb.notebook.picker.driven_session import DrivenSession
@@ -62,6 +63,8 @@ class MirrorMagics(Magics):
         self._picker: Picker | None = None
         # One: shown again, it is the same.
         shell.events.register("post_run_cell", _tell_where_bound)
+        of_cells = re.findall(r"--[\w-]+", self.mirrored.parser.format_usage())
+        completing.offer(shell, _WHAT, _TAKEN_BY, of_cells)
 
     @no_var_expand
     @magic_arguments(name="%mirrored")
