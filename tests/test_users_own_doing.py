@@ -93,6 +93,37 @@ def test_only_one_replica_destroys_the_group(two):
     goes_on(two)
 
 
+def test_a_monitored_barrier_that_was_caught_costs_this_cell_alone_its_connections(two):
+    ran = run_cell(
+        two,
+        """
+kept = 3
+import datetime, time, torch, torch.distributed as dist
+part = [torch.ones(1), torch.ones(1)] if replica_id == 0 else None
+if replica_id == 1:
+    time.sleep(1)
+said = []
+barrier = lambda: dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.1))
+for call in (barrier, lambda: dist.scatter(torch.zeros(1), part)):
+    try:
+        call()
+    except RuntimeError as error:
+        said.append(str(error))
+""",
+    )
+    assert ran.report.clean
+    assert "Rank 1 failed to pass monitoredBarrier" in ran.values[0]["said"][0]
+    assert (
+        "scatter of float32[1] and 2 more failed: an earlier collective did not end in time"
+        in ran.values[0]["said"][1]
+    )
+    two.mend()
+    ran = run_cell(two, "got = torch.zeros(1)\ndist.scatter(got, part)")
+    assert ran.report.clean, ran.report.failures
+    assert [values["got"].item() for values in ran.values.values()] == [1, 1]
+    goes_on(two)
+
+
 def test_a_subgroup_of_before_an_error_is_told_to_be_gone(two):
     run_cell(two, "kept = 3\nimport torch, torch.distributed as dist\npair = dist.new_group([0, 1])")
     run_cell(two, "if replica_id: raise OSError('once')\nstrategy.reduce('sum', 1.0)")

@@ -175,7 +175,7 @@ def mark() -> None:
 
 def usable() -> bool:
     """Whether the default group is there and takes collectives: a failure that was caught may have ended it."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or state.severed:
         return False
     shared: Any = getattr(dist.group.WORLD, "shared", None)
     return shared is None or not shared.broken

@@ -36,6 +36,8 @@ _Value = TypeVar("_Value")
 
 _NOT_COME = "failed to pass monitoredBarrier"
 # Behind the ranks for which a monitored barrier has waited: it is there to name them.
+_CLOSED = "caused pair closure"
+# What gloo says of all that comes after a collective that has not ended in time.
 
 _NOT_WITH = "gloo does not do this with {dtypes}; convert it first"
 _REFUSALS = {
@@ -63,6 +65,8 @@ class State:
         self.live: set[Operation | SharedWork] = set()
         self.groups: set[InterruptibleGroup] = set()
         self.aborted: BaseException | None = None
+        self.severed = False
+        # One over gloo has failed: there the default group may have lost its connections.
         self.rendezvous: Rendezvous | None = None
         self.device = torch.device("cpu")
         self.user_groups = 0
@@ -79,6 +83,7 @@ class State:
             self.user_groups = 0
             self.offered = True
             self.aborted = None
+            self.severed = False
 
     def check(self) -> None:
         if self.aborted is not None:
@@ -173,7 +178,10 @@ class Operation:
         try:
             value = call()
         except BaseException as error:
-            self.fail(self._translate(error))
+            failed = self._translate(error)
+            if self.owner == id(state.world) and isinstance(failed, (PeerFailed, ReplicaTimeout)):
+                state.severed = True
+            self.fail(failed)
         else:
             self.finish(value)
 
@@ -237,6 +245,9 @@ class Operation:
         if _NOT_COME in said:
             late = said.strip().partition("\n")[0]
             translated: Exception = ReplicaTimeout(f"{self.name()}: {late}; see that every replica comes to it")
+        elif _CLOSED in said:
+            late = "an earlier collective did not end in time, and gloo has closed its connection to a peer since"
+            translated = PeerFailed(f"{self.name()} failed: {late}")
         elif "timed out" in said.lower() or "timeout" in said.lower():
             translated = self._timeout(self.seconds)
         elif (refusal := next((how for words, how in _REFUSALS.items() if words in said), None)) is not None:
