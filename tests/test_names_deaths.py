@@ -227,13 +227,22 @@ def test_what_gets_other_parts_as_replica_0_dies_stays_who_it_is(run):
     assert same_as_in_replica_1(run)
 
 
-def test_a_network_that_cannot_travel_from_a_survivor_is_sent_by_the_notebook_when_a_cell_needs_it(run):
-    run(f"%%mirrored --quiet\n{MADE}part = net[0]")
-    run("%%mirrored --quiet\nimport threading\nnet.lock = threading.Lock()\ntrain(net, opt)")
+@pytest.mark.parametrize(
+    ("made", "net"),
+    [
+        ("", "net"),
+        ("held = [net]\ndel net", "held[0]"),
+        ("class Trainer: pass\nheld = Trainer()\nheld.net = net\ndel net", "held.net"),
+    ],
+    ids=["by its name", "in a list", "in an object"],
+)
+def test_a_network_that_cannot_travel_from_a_survivor_is_sent_by_the_notebook_when_a_cell_needs_it(run, made, net):
+    run(f"%%mirrored --quiet\n{MADE}part = net[0]\n{made}")
+    run(f"%%mirrored --quiet\nimport threading\n{net}.lock = threading.Lock()\ntrain({net}, opt)")
     lost(run, "pass")
-    run("%%mirrored --quiet\ntrain(net, opt)\nsame = part is net[0]")
+    run(f"%%mirrored --quiet\ntrain({net}, opt)\nsame = part is {net}[0]")
     assert run("same") is True
-    assert same_as_in_replica_1(run)
+    assert same_as_in_replica_1(run, net)
 
 
 def test_names_that_a_cell_deleted_whose_replica_0_died_are_deleted(run):

@@ -87,9 +87,9 @@ class Names:
         for known in (self.shared, self._stand_ins, self._holders, self.lent):
             known.restored(replica_id, source)
         self.shared.forget(replica_id, left)
-        networks = [(name, value) for name, value in list(self.user_ns.items()) if isinstance(value, nn.Module)]
-        there = {id(part) for name, network in networks if name not in left for part in network.modules()}
-        for part in (part for name, network in networks if name in left for part in network.modules()):
+        values = list(self.user_ns.items()) if left else ()
+        there = {id(part) for part in _parts_in(value for name, value in values if name not in left)}
+        for part in _parts_in(value for name, value in values if name in left):
             handle = self.mirrors.find_handle(part)
             if handle is not None and id(part) not in there:
                 # What the notebook has of it is sent when a cell needs it.
@@ -484,3 +484,10 @@ class Names:
 
     def clear_gradients(self, owner: Any, set_to_none: bool) -> None:
         """Those of replicas are cleared in cells."""
+
+
+def _parts_in(values: Iterable[object]) -> Iterator[nn.Module]:
+    """Yield the networks that are in these, with all of their parts."""
+    for value in values:
+        for network in inside(value, lambda obj: isinstance(obj, nn.Module)):
+            yield from cast(nn.Module, network).modules()
