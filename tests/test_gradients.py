@@ -593,6 +593,55 @@ def test_a_gradient_of_before_is_that_of_all_replicas_once_an_optimizer_has_its_
 
 
 @pytest.mark.parametrize("apart", ["not synchronised", "accumulating"])
+def through_modules(weights: list[Tensor], scales: list[float]) -> Tensor:
+    layer = nn.Linear(1, 1)
+    return sum((w * s for w, s in zip(weights, scales, strict=True)), layer(torch.ones(1)).sum())
+
+
+def through_a_list(weights: list[Tensor], scales: list[float]) -> Tensor:
+    return torch.stack([w * s for w, s in zip(weights, scales, strict=True)])
+
+
+@pytest.mark.parametrize("computed", [through_modules, through_a_list])
+def test_tensors_that_optimizers_get_late_in_another_order_on_each_replica_are_trained_as_what_they_are(
+    two: Crew, computed: Callable[[list[Tensor], list[float]], Tensor]
+) -> None:
+    def look(r: Replica) -> list[list[float]]:
+        with r.scope:
+            weights = [torch.zeros((), requires_grad=True) for _ in range(4)]
+            # As those of a set, whose order is that of their addresses.
+            order = [0, 1, 2, 3] if r.id == 0 else [3, 1, 0, 2]
+            optimizers: dict[int, torch.optim.Optimizer] = {}
+            seen = []
+            for _ in range(2):
+                loss = computed(weights, [10.0**k * (r.id + 1) for k in range(4)])
+                torch.autograd.backward(loss, torch.ones_like(loss))
+                for k in order:
+                    if k not in optimizers:
+                        optimizers[k] = torch.optim.SGD([weights[k]], 1.0)
+                    optimizers[k].step()
+                    optimizers[k].zero_grad()
+                seen.append([float(weight) for weight in weights])
+            return seen
+
+    expected = [[-n * 1.5 * 10.0**k for k in range(4)] for n in (1, 2)]
+    assert two.run(look) == [expected, expected]
+
+
+def test_a_tensor_of_other_passes_on_each_replica_is_what_it_is_to_the_optimizer_that_gets_it_late(two: Crew) -> None:
+    def look(r: Replica) -> list[float]:
+        with r.scope:
+            weight, *others = (torch.zeros((), requires_grad=True) for _ in range(3))
+            if r.id:
+                (others[0] * 100.0 + weight + others[1] * 100.0).backward()
+            else:
+                weight.backward(torch.tensor(3.0))
+            torch.optim.SGD([weight], 1.0).step()
+            return [float(each) for each in (weight, *others)]
+
+    assert two.run(look) == [[-2.0, 0.0, 0.0]] * 2
+
+
 def test_an_optimizer_that_is_made_late_leaves_gradients_alone_where_each_replica_has_its_own(
     two: Crew, apart: str
 ) -> None:

@@ -31,7 +31,6 @@ from typing import cast, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mirror_nb.collectives.base import BYTES_PER_PACK, CrossDeviceOps, gathered, word_device
 from mirror_nb.collectives.headers import Fold
@@ -39,7 +38,7 @@ from mirror_nb.collectives.shared_memory import ExchangeHandle
 from mirror_nb.errors import PeerFailed, ReplicaError, UsageError, users_level
 from mirror_nb.gradients.agreement import Agreement, Keys
 from mirror_nb.gradients.buckets import REMEMBERED, Bucket, Buffers, History, Plan, for_gradients
-from mirror_nb.gradients.leaves import leaves_of
+from mirror_nb.gradients.leaves import LeftOver, Place
 from mirror_nb.gradients.matching import is_sparse
 from mirror_nb.gradients.proofs import check_alike, is_sum
 from mirror_nb.gradients.rounds import Round, Tail
@@ -110,8 +109,8 @@ class GradientSynchronizer:
         # Hooks of others, which are called once the pass has ended.
         self._met_new = True
         # Nothing tracked was in the latest pass, or something for the first time.
-        self._leaves: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        # By their places in the latest such pass: what it gave gradients, and nobody tracked.
+        self._left_over = LeftOver()
+        # From the latest such pass.
         self._round: Round | None = None
         self.shares: tuple[int, int] | None = None
         # Of the batch in use, or whose loop was left: this replica's examples, and all replicas'.
@@ -258,8 +257,7 @@ class GradientSynchronizer:
         """A backward pass of these has ended: look for what nobody tracks, if it may hold that."""
         look, self._met_new = self._met_new, True
         if look and self.weight is not None:
-            found = [leaf for leaf in leaves_of(outputs) if not self.tracks(leaf)]
-            self._leaves = WeakTensorKeyDictionary({leaf: place for place, leaf in enumerate(found)})
+            self._left_over.look(outputs, self.tracks)
 
     def track_all(self, tensors: Iterable[Tensor], name: str) -> None:
         """Track what an optimizer has got, gradients of passes before included; every replica calls it.
@@ -267,29 +265,25 @@ class GradientSynchronizer:
         Raises as backward() does.
         """
         new = [cast(nn.Parameter, tensor) for tensor in tensors if not self.tracks(tensor)]
-        # Of one for each tensor, the optimizers may be made in another order on each replica.
-        by_itself = len(new) == 1 and self._is_left_over(new[0])
-        late = new if by_itself else [parameter for parameter in new if self.track(parameter, name)]
-        if late:
-            self._catch_up(late, name)
+        # Of one for each tensor, those of a set say, the optimizers may be made in another order on each replica.
+        place = self._left_over.place(new[0]) if len(new) == 1 and self.weight is not None else None
+        late = new if place else [parameter for parameter in new if self.track(parameter, name)]
+        if late and self.weight is not None:
+            self._catch_up(late, name, place)
 
-    def _is_left_over(self, tensor: Tensor) -> bool:
-        return tensor in self._leaves and tensor.grad is not None and not self.tracks(tensor)
+    def _catch_up(self, parameters: list[nn.Parameter], name: str, place: Place | None) -> None:
+        """Reduce this replica's own gradients of a backward pass in which nobody tracked these.
 
-    def _catch_up(self, parameters: list[nn.Parameter], name: str) -> None:
-        """Reduce this replica's own gradients of a backward pass in which nobody tracked these."""
-        alone = self.weight is None
-        if not alone:
-            self._meet_group()
+        `place`: of the one that is yet to be tracked. With it those are that optimizers elsewhere have got first.
+        """
+        self._meet_group()
         limited = nullcontext() if self._ops is None else self._ops.limited()
         try:
             with limited, torch.no_grad():
-                wanted = [] if alone else self._wanted_anywhere(parameters)
-                for parameter in wanted or parameters:
-                    self.track(parameter, _LEAF if wanted else name)
-                if alone:
-                    return
-                late = [one for one in map(self._agreement.find, wanted or parameters) if one is not None]
+                found = self._left_over.at(gathered(place, self.num_replicas))
+                for parameter in found or parameters:
+                    self.track(parameter, _LEAF if found else name)
+                late = [one for one in map(self._agreement.find, found or parameters) if one is not None]
                 for tracked in late:
                     tracked.weigh_late()
                 new, _ = self._agreement.agree(late, ())
@@ -301,20 +295,12 @@ class GradientSynchronizer:
             self._buffers.renew()
             raise
 
-    def _wanted_anywhere(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Return this one with those that optimizers elsewhere have got first, as of a set: each has its own order.
-
-        Empty where it is not clear which those are.
-        """
-        places = [self._leaves.get(parameter) for parameter in parameters if self._is_left_over(parameter)]
-        wanted = gathered(places[0] if places else None, self.num_replicas)
-        return [] if None in wanted else [leaf for leaf, place in self._leaves.items() if place in wanted]
-
     def reset(self) -> None:
         """Forget everything in flight, after an abort or an error."""
         self._round = None
         self._buffers.clear()
         self._unreduced.clear()
+        self._left_over.clear()
         self.accumulating = False
         self.clear_shares()
 
