@@ -455,6 +455,8 @@ def test_progress_bars_appear(notebook):
     shown = notebook.run("%%mirrored\nfrom tqdm.auto import tqdm as bar\nfor i in bar(range(3)): pass")
     assert shown.error is None, shown.error
     assert any("application/vnd.jupyter.widget-view+json" in o.get("data", {}) for o in shown.outputs[1:])
+    # By that an older tqdm tells a notebook.
+    assert notebook.run("%%mirrored\n'IPKernelApp' in get_ipython().config").result == "True"
 
 
 def test_the_kernel_lets_go_of_replicas_widgets_that_are_closed_and_of_all_at_a_restart(notebook):
