@@ -592,7 +592,6 @@ def test_a_gradient_of_before_is_that_of_all_replicas_once_an_optimizer_has_its_
     assert two.run(look) == [[1.5, 2.0]] * 2
 
 
-@pytest.mark.parametrize("apart", ["not synchronised", "accumulating"])
 def through_modules(weights: list[Tensor], scales: list[float]) -> Tensor:
     layer = nn.Linear(1, 1)
     return sum((w * s for w, s in zip(weights, scales, strict=True)), layer(torch.ones(1)).sum())
@@ -642,6 +641,7 @@ def test_a_tensor_of_other_passes_on_each_replica_is_what_it_is_to_the_optimizer
     assert two.run(look) == [[-2.0, 0.0, 0.0]] * 2
 
 
+@pytest.mark.parametrize("apart", ["not synchronised", "accumulating"])
 def test_an_optimizer_that_is_made_late_leaves_gradients_alone_where_each_replica_has_its_own(
     two: Crew, apart: str
 ) -> None:
